@@ -1,0 +1,52 @@
+# `make test` on a fresh machine: an environment, lint, tests. `make help` lists the rest.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+# Written last, so that an interrupted install is done again and a finished one needs no network.
+STAMP  := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install test pytest test-fast test-gpu docs-test lint format clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
+
+install: $(STAMP) ## make .venv with the pinned versions
+
+$(STAMP): requirements/torch.txt requirements/test.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "$(PYTHON) is older than 3.11: try make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -r requirements/torch.txt
+	$(BIN)/python -m pip install --quiet -r requirements/test.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+test: lint pytest ## lint, then every test this machine can run
+
+pytest: $(STAMP) ## every test this machine can run (tests/gpu only where a GPU is)
+	$(BIN)/python -m pytest -q
+
+test-fast: $(STAMP) ## the tests that are not marked slow
+	$(BIN)/python -m pytest -q -m "not slow"
+
+test-gpu: $(STAMP) ## the tests that need a CUDA device
+	$(BIN)/python -m pytest -q tests/gpu
+
+docs-test: $(STAMP) ## run every python block of the docs and check their links
+	$(BIN)/python -m pytest -q tests/docs
+
+lint: $(STAMP) ## ruff, mypy and the import contract
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP) ## sort imports and format
+	$(BIN)/ruff check --fix --select I .
+	$(BIN)/ruff format .
+
+clean: ## remove the environment and every cache
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis src/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,5 @@
+"""How it runs: one op a file; torch reference, Triton kernel and fake (shape) function side by side, chosen by device."""
+
+from ottava.kernels import cast
+
+__all__ = ["cast"]

@@ -1,0 +1,305 @@
+"""Cast, cast + transpose, amax and dequantize: `ottava::quantize`, `ottava::amax`, `ottava::dequantize`.
+
+All quantizing ops return the same six tensors (see `Buffers`), whatever the scheme and whatever produced the values.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ottava.kernels.registry import define
+from ottava.quant.formats import E2M1_VALUES, NAN_BYTE, Element, e8m0_to_float
+from ottava.quant.scaling import FLOAT32_MAX, amax_of, e8m0_from_amax, scale_from_amax
+from ottava.quant.scheme import Scheme
+
+NVFP4_SCALE_MIN = 2.0**-6  # smallest normal E4M3: block scales below it would lose bits
+NVFP4_SCALE_MAX = 448.0
+
+
+class Buffers(NamedTuple):
+    """What a quantizing op returns. A copy that was not asked for is an empty tensor.
+
+    Of values [M, K]: rowwise_data is uint8 [M, K] ([M, K/2] for E2M1), columnwise_data [K, M] ([K, M/2]).
+    Scales: per tensor [1]; 1xB [M, ceil(K/B)]; BxB [ceil(M/B), ceil(K/B)]; columnwise the same of the transpose.
+    Per-tensor amax [1]: of the values that were quantized; columnwise_amax differs from rowwise_amax only after a Hadamard transform.
+    """
+
+    rowwise_data: Tensor
+    rowwise_scale_inv: Tensor
+    columnwise_data: Tensor
+    columnwise_scale_inv: Tensor
+    rowwise_amax: Tensor
+    columnwise_amax: Tensor
+
+
+# ---------------------------------------------------------------------------------------------- one direction, by the rules
+
+
+def to_fp8_bytes(scaled: Tensor, element: Element) -> Tensor:
+    """float32 values -> bytes of `element`: clamp, round to nearest even; NaN becomes one canonical byte."""
+    assert element.dtype is not None
+    data = scaled.clamp(-element.max, element.max).to(element.dtype).view(torch.uint8)
+    return data.masked_fill_(scaled.isnan(), NAN_BYTE[element.name])
+
+
+def _pad_to_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """[M, K] -> [ceil(M/r), r, ceil(K/c), c], zero padded, for a block of r x c."""
+    m, k = x.shape
+    r, c = block
+    pad_m, pad_k = -m % r, -k % c
+    if pad_m or pad_k:
+        x = torch.nn.functional.pad(x, (0, pad_k, 0, pad_m))
+    return x.reshape((m + pad_m) // r, r, (k + pad_k) // c, c)
+
+
+def _unpad(blocks: Tensor, shape: torch.Size) -> Tensor:
+    r, rows, c, cols = blocks.shape
+    return blocks.reshape(r * rows, c * cols)[: shape[0], : shape[1]].contiguous()
+
+
+def _one_way_tensor(x: Tensor, scheme: Scheme, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    amax = amax_of(x)
+    if scale is None:
+        scale = scale_from_amax(amax, scheme.element.max, scheme.epsilon, scheme.power_of_two)
+    data = to_fp8_bytes(x.float() * scale, scheme.element)
+    return data, torch.ones_like(scale) / scale, amax
+
+
+def _one_way_block(x: Tensor, scheme: Scheme, inf_value: float) -> tuple[Tensor, Tensor, Tensor]:
+    assert scheme.block is not None
+    blocks = _pad_to_blocks(x.float(), scheme.block)
+    amax = amax_of(blocks, dim=(1, 3), keepdim=True)
+    scale = scale_from_amax(amax, scheme.element.max, scheme.epsilon, scheme.power_of_two, inf_value)
+    data = _unpad(to_fp8_bytes(blocks * scale, scheme.element), x.shape)
+    return data, (torch.ones_like(scale) / scale)[:, 0, :, 0].contiguous(), x.new_empty(0, dtype=torch.float32)
+
+
+def _one_way_mx(x: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor]:
+    assert scheme.block is not None
+    blocks = _pad_to_blocks(x.float(), scheme.block)
+    exponent = e8m0_from_amax(amax_of(blocks, dim=(1, 3), keepdim=True), scheme.element.max)
+    scale = e8m0_to_float(254 - exponent)  # 2^(127 - e)
+    data = _unpad(to_fp8_bytes(blocks * scale, scheme.element), x.shape)
+    return data, exponent[:, 0, :, 0].contiguous(), x.new_empty(0, dtype=torch.float32)
+
+
+def _one_way_nvfp4(x: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor]:
+    assert scheme.block is not None
+    x = x.float()
+    amax = amax_of(x)
+    tensor_scale = nvfp4_tensor_scale(amax)
+    blocks = _pad_to_blocks(x, scheme.block)
+    block_amax = amax_of(blocks, dim=(1, 3), keepdim=True)
+    block_scale = (block_amax / torch.full_like(block_amax, 6.0)) / tensor_scale
+    block_scale = block_scale.clamp(NVFP4_SCALE_MIN, NVFP4_SCALE_MAX).to(torch.float8_e4m3fn)
+    inverse = (torch.ones_like(tensor_scale) / tensor_scale) / block_scale.float()
+    codes = to_e2m1_codes((blocks * inverse).clamp(-6.0, 6.0), scheme.stochastic)
+    codes = _unpad(codes, x.shape)
+    packed = codes[:, 0::2] | (codes[:, 1::2] << 4)  # even columns in the low half
+    return packed, block_scale.view(torch.uint8)[:, 0, :, 0].contiguous(), amax
+
+
+def nvfp4_tensor_scale(amax: Tensor) -> Tensor:
+    """amax / (448 * 6); 1 for an all-zero or non-finite tensor, so that it stays zero instead of becoming 0/0."""
+    usable = torch.isfinite(amax) & (amax > 0)
+    return torch.where(usable, amax / torch.full_like(amax, 448.0 * 6.0), torch.ones_like(amax))
+
+
+def to_e2m1_codes(x: Tensor, stochastic: bool) -> Tensor:
+    """float32 in [-6, 6] -> 4-bit codes (uint8), rounding to nearest with ties to even, or stochastically. NaN becomes 6."""
+    magnitude = x.abs()
+    sign = torch.signbit(x).to(torch.uint8) << 3
+    values = torch.tensor(E2M1_VALUES, device=x.device)
+    below = torch.bucketize(magnitude, values, right=True).sub_(1).clamp_(0, 6)  # values[below] <= magnitude
+    low, high = values[below], values[below + 1]
+    fraction = (magnitude - low) / (high - low)
+    if stochastic:
+        up = fraction > torch.rand_like(fraction)
+    else:
+        up = (fraction > 0.5) | ((fraction == 0.5) & (below % 2 == 1))
+    up |= magnitude.isnan()
+    return (below + up).to(torch.uint8) | sign
+
+
+# A fixed sign pattern makes the transform "random" but the same in every process: the two operands of wgrad must agree.
+_HADAMARD_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+
+
+def hadamard16(x: Tensor) -> Tensor:
+    """Rotates groups of 16 along the last dimension by an orthonormal matrix, in float32. Length must be a multiple of 16."""
+    h = torch.ones(1, 1, device=x.device)
+    for _ in range(4):
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)], 0)
+    matrix = torch.tensor(_HADAMARD_SIGNS, device=x.device, dtype=torch.float32)[:, None] * h / 4.0
+    return (x.float().reshape(-1, 16) @ matrix).reshape(x.shape)
+
+
+def _one_way(x: Tensor, scheme: Scheme, scale: Tensor | None, inf_value: float) -> tuple[Tensor, Tensor, Tensor]:
+    if scheme.kind == "tensor":
+        return _one_way_tensor(x, scheme, scale)
+    if scheme.kind == "block":
+        return _one_way_block(x, scheme, inf_value)
+    return _one_way_mx(x, scheme) if scheme.kind == "mx" else _one_way_nvfp4(x, scheme)
+
+
+# ------------------------------------------------------------------------------------------------------- both directions
+
+
+def check_shape(m: int, k: int, scheme: Scheme, rowwise: bool, columnwise: bool) -> None:
+    """Packed formats need whole blocks along the dimension they are packed in."""
+    if scheme.kind != "nvfp4":
+        return
+    for size, wanted, name in ((k, rowwise, "last dimension"), (m, columnwise, "product of all dimensions but the last")):
+        if wanted and size % 16:
+            raise ValueError(f"NVFP4 needs a {name} that is a multiple of 16, got {size}: pad the tensor.")
+
+
+def reference_buffers(
+    values: Tensor,
+    scheme: Scheme,
+    scale: Tensor | None,
+    rowwise: bool,
+    columnwise: bool,
+    inf_value: float = FLOAT32_MAX,
+) -> Buffers:
+    """The truth: `values` [M, K] in any float dtype -> buffers. `scale` [1] is given for delayed scaling."""
+    check_shape(*values.shape, scheme, rowwise, columnwise)
+    byte, real = values.new_empty(0, dtype=torch.uint8), values.new_empty(0, dtype=torch.float32)
+    scale_dtype = byte if scheme.kind in ("mx", "nvfp4") else real
+    row = col = (byte, scale_dtype, real)
+    if rowwise or scheme.transposable:
+        row = _one_way(values, scheme, scale, inf_value)
+    if columnwise and scheme.transposable:
+        col = _transposed(row, scheme)
+    elif columnwise:
+        transposed = values.t().contiguous()
+        col = _one_way(hadamard16(transposed) if scheme.hadamard else transposed, scheme, scale, inf_value)
+    if not rowwise:
+        row = (byte, scale_dtype, row[2] if scheme.per_tensor else real)
+    return Buffers(row[0], row[1], col[0], col[1], row[2], col[2])
+
+
+def _transposed(row: tuple[Tensor, Tensor, Tensor], scheme: Scheme) -> tuple[Tensor, Tensor, Tensor]:
+    """The columnwise copy of a scheme whose transpose is exact."""
+    data, scale_inv, amax = row
+    if scheme.format == "e2m1":
+        codes = torch.stack([data & 0xF, data >> 4], dim=-1).reshape(data.shape[0], -1).t()
+        data = (codes[:, 0::2] | (codes[:, 1::2] << 4)).contiguous()
+    else:
+        data = data.t().contiguous()
+    return data, scale_inv.clone() if scheme.per_tensor else scale_inv.t().contiguous(), amax.clone()
+
+
+def fake_buffers(x: Tensor, m: int, k: int, scheme: Scheme, rowwise: bool, columnwise: bool) -> Buffers:
+    """Empty tensors of the right shapes."""
+
+    def one(rows: int, cols: int, wanted: bool) -> tuple[Tensor, Tensor]:
+        scale_dtype = torch.uint8 if scheme.kind in ("mx", "nvfp4") else torch.float32
+        if not wanted:
+            return x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=scale_dtype)
+        data = x.new_empty(rows, cols // 2 if scheme.format == "e2m1" else cols, dtype=torch.uint8)
+        if scheme.block is None:
+            return data, x.new_empty(1, dtype=torch.float32)
+        r, c = scheme.block
+        return data, x.new_empty((rows + r - 1) // r, (cols + c - 1) // c, dtype=scale_dtype)
+
+    def amax(wanted: bool) -> Tensor:
+        return x.new_empty(1 if wanted else 0, dtype=torch.float32)
+
+    has_amax = scheme.kind in ("tensor", "nvfp4")
+    row, col = one(m, k, rowwise), one(k, m, columnwise)
+    return Buffers(
+        row[0], row[1], col[0], col[1], amax(scheme.per_tensor or (has_amax and rowwise)), amax(has_amax and columnwise)
+    )
+
+
+def block_inf_value(dtype: torch.dtype) -> float:
+    """What an overflowing block scale becomes: the largest value of the input's dtype."""
+    return torch.finfo(dtype).max
+
+
+# ------------------------------------------------------------------------------------------------------------------- ops
+
+Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _quantize(x: Tensor, scheme: str, scale: Tensor | None, rowwise: bool, columnwise: bool) -> Six:
+    return reference_buffers(x, Scheme.parse(scheme), scale, rowwise, columnwise, block_inf_value(x.dtype))
+
+
+def _quantize_fake(x: Tensor, scheme: str, scale: Tensor | None, rowwise: bool, columnwise: bool) -> Six:
+    return fake_buffers(x, x.shape[0], x.shape[1], Scheme.parse(scheme), rowwise, columnwise)
+
+
+def _quantize_cuda(x: Tensor, scheme: str, scale: Tensor | None, rowwise: bool, columnwise: bool) -> Six:
+    from ottava.kernels import tile
+
+    parsed = Scheme.parse(scheme)
+    if parsed.kind == "nvfp4":
+        return _quantize(x, scheme, scale, rowwise, columnwise)
+    return tile.quantize(tile.Identity(x), parsed, scale, rowwise, columnwise)
+
+
+quantize = define("quantize", _quantize, _quantize_fake, _quantize_cuda)
+
+
+def _amax(x: Tensor) -> Tensor:
+    return amax_of(x)
+
+
+def _amax_cuda(x: Tensor) -> Tensor:
+    from ottava.kernels import tile
+
+    return tile.amax(tile.Identity(x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)))
+
+
+amax = define("amax", _amax, lambda x: x.new_empty(1, dtype=torch.float32), _amax_cuda)
+
+
+def _dequantize(data: Tensor, scale_inv: Tensor, amax: Tensor, scheme: str, dtype: torch.dtype) -> Tensor:
+    """data, scale_inv, amax: of one direction. Returns [rows, columns] in `dtype`: float32 product, rounded once."""
+    parsed = Scheme.parse(scheme)
+    values = unpack(data, parsed)
+    if parsed.kind == "nvfp4":
+        scale_inv = scale_inv.view(torch.float8_e4m3fn).float() * nvfp4_tensor_scale(amax)
+    elif parsed.kind == "mx":
+        scale_inv = e8m0_to_float(scale_inv)
+    return (values * expand_scale(scale_inv, parsed, values.shape)).to(dtype)
+
+
+def unpack(data: Tensor, scheme: Scheme) -> Tensor:
+    """Bytes -> unscaled float32 values [rows, columns]."""
+    if scheme.element.dtype is not None:
+        return data.view(scheme.element.dtype).float()
+    table = torch.tensor(E2M1_VALUES + tuple(-v for v in E2M1_VALUES), device=data.device)
+    codes = torch.stack([data & 0xF, data >> 4], dim=-1).reshape(data.shape[0], -1)
+    return table[codes.int()]
+
+
+def expand_scale(scale_inv: Tensor, scheme: Scheme, shape: torch.Size) -> Tensor:
+    """One scale an element (or [1])."""
+    if scheme.block is None:
+        return scale_inv
+    r, c = scheme.block
+    if r > 1:
+        scale_inv = scale_inv.repeat_interleave(r, dim=0)
+    return scale_inv.repeat_interleave(c, dim=1)[: shape[0], : shape[1]]
+
+
+def _dequantize_fake(data: Tensor, scale_inv: Tensor, amax: Tensor, scheme: str, dtype: torch.dtype) -> Tensor:
+    packed = 2 if Scheme.parse(scheme).format == "e2m1" else 1
+    return data.new_empty(data.shape[0], data.shape[1] * packed, dtype=dtype)
+
+
+dequantize = define("dequantize", _dequantize, _dequantize_fake)
+
+
+def _column_sum(x: Tensor) -> Tensor:
+    """Sum over rows in float32, rounded once to x's dtype: the bias gradient."""
+    return x.float().sum(0).to(x.dtype)
+
+
+column_sum = define("column_sum", _column_sum, lambda x: x.new_empty(x.shape[1]))

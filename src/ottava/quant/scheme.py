@@ -1,0 +1,169 @@
+"""`Scheme`: how one tensor is quantized, as one comparable, printable value.
+
+A scheme names the element format, the block of elements that shares a scale, and the options that change bytes. Custom ops
+carry its string, so the same word appears in an op's schema, in a module's `extra_repr` and in a checkpoint.
+
+    >>> from ottava.quant.scheme import Scheme
+    >>> str(Scheme("e4m3", (1, 128), power_of_two=True))
+    'e4m3:1x128:pow2'
+    >>> Scheme.parse("e5m2:tensor").element.max
+    57344.0
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ottava.quant.formats import ELEMENTS, Element
+from ottava.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QParams,
+    Recipe,
+)
+
+ROLES = ("input", "weight", "grad")
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Element format, block shape and options of one quantization."""
+
+    format: str
+    """Name of the element format: "e4m3", "e5m2" or "e2m1"."""
+    block: tuple[int, int] | None = None
+    """Rows x columns that share a scale; None: the whole tensor."""
+    power_of_two: bool = False
+    """Round scales down to a power of two."""
+    epsilon: float = 0.0
+    """Smallest amax that a scale is computed from."""
+    hadamard: bool = False
+    """Apply a 16-point random Hadamard transform to the columnwise copy (E2M1)."""
+    stochastic: bool = False
+    """Round stochastically (E2M1)."""
+    from_float32: bool = False
+    """A fused producer hands its float32 result over without rounding it to the activation dtype first."""
+
+    @property
+    def element(self) -> Element:
+        """The element format."""
+        return ELEMENTS[self.format]
+
+    @property
+    def per_tensor(self) -> bool:
+        """One scale for the whole tensor."""
+        return self.block is None
+
+    @property
+    def kind(self) -> str:
+        """Which scaling rule of numerics applies: "tensor", "block", "mx" or "nvfp4"."""
+        if self.block is None:
+            return "tensor"
+        if self.format == "e2m1":
+            return "nvfp4"
+        return "mx" if self.block[1] == 32 else "block"
+
+    @property
+    def transposable(self) -> bool:
+        """The columnwise copy is the transpose of the rowwise one: square blocks and whole tensors."""
+        return self.block is None or (self.block[0] == self.block[1] and not self.hadamard)
+
+    @property
+    def row_multiple(self) -> int:
+        """The number of rows must be a multiple of this for a native GEMM over the columnwise copy."""
+        return 32 if self.kind == "mx" else 16
+
+    def __str__(self) -> str:
+        parts = [self.format, "tensor" if self.block is None else f"{self.block[0]}x{self.block[1]}"]
+        parts += ["pow2"] * self.power_of_two
+        parts += [f"eps={self.epsilon!r}"] * (self.epsilon != 0.0)
+        parts += ["rht"] * self.hadamard + ["stochastic"] * self.stochastic + ["f32"] * self.from_float32
+        return ":".join(parts)
+
+    @staticmethod
+    def parse(text: str) -> Scheme:
+        """The scheme whose string is `text`."""
+        return _parse(text)
+
+    @staticmethod
+    def of(recipe: Recipe, role: str) -> Scheme:
+        """The scheme that `recipe` gives to inputs, weights or gradients (`role`)."""
+        if role not in ROLES:
+            raise ValueError(f"role must be one of {ROLES}, got {role!r}.")
+        for kind, make in _MAKERS.items():
+            if isinstance(recipe, kind):
+                return make(recipe, role)
+        raise ValueError(f"Unknown recipe {type(recipe).__name__}; known: {', '.join(k.__name__ for k in _MAKERS)}.")
+
+
+@lru_cache(maxsize=256)
+def _parse(text: str) -> Scheme:
+    fmt, shape, *options = text.split(":")
+    if fmt not in ELEMENTS:
+        raise ValueError(f"Unknown element format {fmt!r} in scheme {text!r}; known: {', '.join(ELEMENTS)}.")
+    block = None if shape == "tensor" else tuple(int(n) for n in shape.split("x"))
+    epsilon = next((float(o[4:]) for o in options if o.startswith("eps=")), 0.0)
+    return Scheme(
+        fmt,
+        block,  # type: ignore[arg-type]
+        power_of_two="pow2" in options,
+        epsilon=epsilon,
+        hadamard="rht" in options,
+        stochastic="stochastic" in options,
+        from_float32="f32" in options,
+    )
+
+
+def _format(recipe, role: str) -> str:
+    return recipe.fp8_format.backward if role == "grad" else recipe.fp8_format.forward
+
+
+def _qparams(recipe, role: str) -> QParams:
+    return {
+        "input": recipe.fp8_quant_fwd_inp,
+        "weight": recipe.fp8_quant_fwd_weight,
+        "grad": recipe.fp8_quant_bwd_grad,
+    }[role]
+
+
+def _delayed(recipe: DelayedScaling, role: str) -> Scheme:
+    return Scheme(_format(recipe, role), from_float32=True)
+
+
+def _current(recipe: Float8CurrentScaling, role: str) -> Scheme:
+    q = _qparams(recipe, role)
+    return Scheme(_format(recipe, role), power_of_two=q.power_2_scale, epsilon=q.amax_epsilon)
+
+
+def _block(recipe: Float8BlockScaling, role: str) -> Scheme:
+    q = _qparams(recipe, role)
+    dims = {"input": recipe.x_block_scaling_dim, "weight": recipe.w_block_scaling_dim, "grad": recipe.grad_block_scaling_dim}
+    block = (1, 128) if dims[role] == 1 else (128, 128)
+    return Scheme(_format(recipe, role), block, power_of_two=q.power_2_scale, epsilon=q.amax_epsilon)
+
+
+def _mxfp8(recipe: MXFP8BlockScaling, role: str) -> Scheme:
+    return Scheme(_format(recipe, role), (1, 32), from_float32=True)
+
+
+def _nvfp4(recipe: NVFP4BlockScaling, role: str) -> Scheme:
+    q = {
+        "input": recipe.fp4_quant_fwd_inp,
+        "weight": recipe.fp4_quant_fwd_weight,
+        "grad": recipe.fp4_quant_bwd_grad,
+    }[role]
+    block = (16, 16) if q.fp4_2d_quantization else (1, 16)
+    return Scheme("e2m1", block, hadamard=q.random_hadamard_transform, stochastic=q.stochastic_rounding)
+
+
+_MAKERS = {
+    DelayedScaling: _delayed,
+    Float8CurrentScaling: _current,
+    Float8BlockScaling: _block,
+    MXFP8BlockScaling: _mxfp8,
+    NVFP4BlockScaling: _nvfp4,
+}

@@ -1,0 +1,127 @@
+"""The docs are run: every python block executes, every link leads somewhere, every command that is named exists."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from markdown_pages import Block, anchors, blocks, links
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# A block in any other language would be a way around the checks below.
+LANGUAGES = {"python", "bash", "text", "toml", "json", "make"}
+NO_RUN = re.compile(r"no-run: \S.*")
+
+
+def page_name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def python_pages() -> list[Path]:
+    return [page for page in PAGES if any(b.language == "python" for b in blocks(page))]
+
+
+def shell_commands() -> list[tuple[str, list[str]]]:
+    """(where it stands, words) of each command in a shell block. A line may start with a prompt."""
+    found = []
+    for page in PAGES:
+        for block in blocks(page):
+            if block.language == "bash":
+                lines = block.text.replace("\\\n", " ").splitlines()
+                for offset, line in enumerate(lines):
+                    for command in re.split(r"&&|\|\||;|\|", line.partition("#")[0]):
+                        words = shlex.split(command.strip().removeprefix("$ "))
+                        if words:
+                            found.append((f"{page_name(page)}:{block.line + offset}", words))
+    return found
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+
+
+def run_block(page: Path, block: Block, namespace: dict) -> None:
+    """Executes a block; a traceback shows the page and its line."""
+    padded = "\n" * (block.line - 1) + block.text
+    exec(compile(padded, str(page), "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", python_pages(), ids=page_name)
+def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # One page is one program, read from top to bottom. In an empty folder, so that no block relies on the checkout.
+    monkeypatch.chdir(tmp_path)
+    namespace: dict = {"__name__": "__docs__"}
+    for block in blocks(page):
+        if block.language == "python" and not block.options:
+            run_block(page, block, namespace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_blocks_name_a_known_language(page: Path) -> None:
+    for block in blocks(page):
+        where = f"{page_name(page)}:{block.line - 1}"
+        assert block.language in LANGUAGES, f"{where}: block language {block.language!r}, expected one of {LANGUAGES}"
+        if block.options:
+            assert block.language == "python", f"{where}: only python blocks take options, got {block.options!r}"
+            assert NO_RUN.fullmatch(block.options), f"{where}: write 'python no-run: the reason', got {block.info!r}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in links(page):
+        if re.match(r"[a-z]+:", link):  # https:, mailto:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page_name(page)}: link to {link}, but {path} does not exist"
+        assert target.is_relative_to(ROOT), f"{page_name(page)}: link to {link} leaves the repository"
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target), f"{page_name(page)}: {path or page.name} has no heading #{anchor}"
+
+
+def test_make_commands_exist() -> None:
+    for where, words in shell_commands():
+        if words[0] == "make":
+            named = [w for w in words[1:] if not w.startswith("-") and "=" not in w]
+            unknown = set(named) - make_targets()
+            assert not unknown, f"{where}: the Makefile has no target {sorted(unknown)}"
+
+
+def test_modules_and_scripts_named_in_commands_exist() -> None:
+    for where, words in shell_commands():
+        if Path(words[0]).name not in ("python", "python3", "torchrun"):
+            continue
+        for script in (w for w in words[1:] if w.endswith(".py") and "/" in w):
+            assert (ROOT / script).exists(), f"{where}: {script} does not exist"
+        if words[1:2] == ["-m"] and words[2].startswith("ottava"):
+            assert importlib.util.find_spec(words[2]), f"{where}: no module {words[2]}"
+
+
+def ottava_commands() -> dict[tuple[str, ...], str]:
+    """The `ottava` commands that shell blocks name, each with the first place that names it."""
+    found: dict[tuple[str, ...], str] = {}
+    for where, words in shell_commands():
+        if Path(words[0]).name in ("python", "python3") and words[1:3] == ["-m", "ottava"]:
+            words = words[2:]
+        if words[0] == "ottava":
+            # The plain words up to the first option or path name the command: `ottava bench layer --steps 10`.
+            named = itertools.takewhile(lambda w: re.fullmatch(r"[a-z][a-z-]*", w), words[1:])
+            found.setdefault(tuple(named), where)
+    return found
+
+
+def test_ottava_commands_exist() -> None:
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
+    for command, where in ottava_commands().items():
+        call = [sys.executable, "-m", "ottava", *command, "--help"]
+        done = subprocess.run(call, env=env, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, f"{where}: ottava {' '.join(command)} --help says {done.stderr}"
