@@ -52,17 +52,17 @@ class Stop:
 
 ATTENTION = [
     Stop("plain", "x", "bf16", "2"),
-    Stop("fp8", "norm + quantize", "FP8, two copies", "1"),
+    Stop("fp8", "norm + cast", "FP8, two copies", "1"),
     Stop("gemm", "qkv GEMM", "bf16", "3"),
     Stop("plain", "RoPE, attention", "bf16", "2"),
-    Stop("fp8", "quantize", "FP8, two copies", "1"),
+    Stop("fp8", "cast", "FP8, two copies", "1"),
     Stop("gemm", "proj GEMM", "bf16"),
     Stop("plain", "+ residual", "bf16", "2"),
 ]
 MLP = [
-    Stop("fp8", "norm + quantize", "FP8, two copies", "1"),
+    Stop("fp8", "norm + cast", "FP8, two copies", "1"),
     Stop("gemm", "fc1 GEMM", "bf16", "14"),
-    Stop("fp8", "SwiGLU + quantize", "FP8, two copies", "3.5"),
+    Stop("fp8", "SwiGLU + cast", "FP8, two copies", "3.5"),
     Stop("gemm", "fc2 GEMM", "bf16"),
     Stop("plain", "+ residual", "bf16"),
 ]
@@ -90,7 +90,9 @@ def row(stops: list[Stop], y: float, first_column: int) -> list[str]:
         x = LEFT + column * STEP
         middle = x + BOX_WIDTH / 2
         parts += [box(x, y, stop.kind), text(middle, y + 20, stop.name, "title"), text(middle, y + 37, stop.output)]
-        parts.append(text(middle, y + BOX_HEIGHT + 17, f"keeps {stop.keeps}u" if stop.keeps else "keeps nothing", "small"))
+        parts.append(
+            text(middle, y + BOX_HEIGHT + 17, f"keeps {stop.keeps}u" if stop.keeps else "keeps nothing", "small")
+        )
         if column > first_column:
             parts.append(f'<path d="M{x - STEP + BOX_WIDTH} {y + 23:g}H{x - 4}" class="wire"/>')
     return parts

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,})(?P<info>.*)$")
+_SPAN = re.compile(r"`([^`]+)`")
 _LINK = re.compile(r"!?\[(?:[^\]\[]|\[[^\]]*\])*\]\(\s*<?([^)\s>]+)>?[^)]*\)")
 _HTML_LINK = re.compile(r"""\b(?:src|srcset|href)="([^"]+)\"""")
 
@@ -52,31 +53,24 @@ def blocks(page: Path) -> list[Block]:
     return found
 
 
-def prose(page: Path) -> str:
-    """The page without its fenced blocks and inline code."""
-    kept, inside = [], False
-    for line in page.read_text().splitlines():
-        if _FENCE.match(line):
-            inside = not inside
-        elif not inside:
-            kept.append(re.sub(r"`[^`]*`", "", line))
-    return "\n".join(kept)
+def prose(page: Path) -> list[tuple[int, str]]:
+    """The numbered lines of a page outside its fenced blocks."""
+    fenced = {n for b in blocks(page) for n in range(b.line - 1, b.line + b.text.count("\n") + 1)}
+    return [(n, line) for n, line in enumerate(page.read_text().splitlines(), start=1) if n not in fenced]
+
+
+def code_spans(page: Path) -> list[tuple[int, str]]:
+    """The `inline code` of a page, with its line."""
+    return [(n, span) for n, line in prose(page) for span in _SPAN.findall(line)]
 
 
 def links(page: Path) -> list[str]:
     """Targets of the Markdown and HTML links and images of a page."""
-    text = prose(page)
+    text = "\n".join(_SPAN.sub("code", line) for _, line in prose(page))
     return [m[1] for pattern in (_LINK, _HTML_LINK) for m in pattern.finditer(text)]
 
 
 def anchors(page: Path) -> set[str]:
     """The names that `page#name` links may use: one for each heading, made as code hosts make them."""
-    names: set[str] = set()
-    inside = False
-    for line in page.read_text().splitlines():
-        if _FENCE.match(line):
-            inside = not inside
-        elif not inside and re.match(r"#{1,6} ", line):
-            title = re.sub(r"[^\w\- ]", "", line.lstrip("#").strip().lower())
-            names.add(title.replace(" ", "-"))
-    return names
+    headings = [line.lstrip("#").strip().lower() for _, line in prose(page) if re.match(r"#{1,6} ", line)]
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in headings}

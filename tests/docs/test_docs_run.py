@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from markdown_pages import Block, anchors, blocks, links
+from markdown_pages import Block, anchors, blocks, code_spans, links
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # A block in any other language would be a way around the checks below.
 LANGUAGES = {"python", "bash", "text", "toml", "json", "make"}
+# Inline code that begins so is a command, and is checked like a line of a shell block.
+COMMANDS = ("make ", "ottava ", "python -m ottava", "python docs/", "python examples/", "python benchmarks/")
 NO_RUN = re.compile(r"no-run: \S.*")
 
 
@@ -30,18 +32,25 @@ def python_pages() -> list[Path]:
     return [page for page in PAGES if any(b.language == "python" for b in blocks(page))]
 
 
-def shell_commands() -> list[tuple[str, list[str]]]:
-    """(where it stands, words) of each command in a shell block. A line may start with a prompt."""
+def shell_lines() -> list[tuple[str, str]]:
+    """(where it stands, text) of each line of a shell block and each piece of inline code."""
     found = []
     for page in PAGES:
         for block in blocks(page):
             if block.language == "bash":
-                lines = block.text.replace("\\\n", " ").splitlines()
-                for offset, line in enumerate(lines):
-                    for command in re.split(r"&&|\|\||;|\|", line.partition("#")[0]):
-                        words = shlex.split(command.strip().removeprefix("$ "))
-                        if words:
-                            found.append((f"{page_name(page)}:{block.line + offset}", words))
+                found += [(page, block.line + n, line) for n, line in enumerate(block.text.splitlines())]
+        found += [(page, number, span) for number, span in code_spans(page) if span.startswith(COMMANDS)]
+    return [(f"{page_name(page)}:{number}", line) for page, number, line in found]
+
+
+def shell_commands() -> list[tuple[str, list[str]]]:
+    """(where it stands, words) of each command; a line may start with a prompt, chain commands, end with a comment."""
+    found = []
+    for where, line in shell_lines():
+        for command in re.split(r"&&|\|\||;|\|", line.partition("#")[0]):
+            words = shlex.split(command.strip().removeprefix("$ "))
+            if words:
+                found.append((where, words))
     return found
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ottava.kernels.registry import define
 from ottava.quant.formats import E2M1_VALUES, NAN_BYTE, Element, e8m0_to_float
-from ottava.quant.scaling import FLOAT32_MAX, amax_of, e8m0_from_amax, scale_from_amax
+from ottava.quant.scaling import amax_of, e8m0_from_amax, scale_from_amax
 from ottava.quant.scheme import Scheme
 
 NVFP4_SCALE_MIN = 2.0**-6  # smallest normal E4M3: block scales below it would lose bits
@@ -60,8 +60,8 @@ def _unpad(blocks: Tensor, shape: torch.Size) -> Tensor:
     return blocks.reshape(r * rows, c * cols)[: shape[0], : shape[1]].contiguous()
 
 
-def _one_way_tensor(x: Tensor, scheme: Scheme, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    amax = amax_of(x)
+def _one_way_tensor(x: Tensor, scheme: Scheme, scale: Tensor | None, amax: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    amax = amax_of(x) if amax is None else amax.clone()
     if scale is None:
         scale = scale_from_amax(amax, scheme.element.max, scheme.epsilon, scheme.power_of_two)
     data = to_fp8_bytes(x.float() * scale, scheme.element)
@@ -137,11 +137,11 @@ def hadamard16(x: Tensor) -> Tensor:
     return (x.float().reshape(-1, 16) @ matrix).reshape(x.shape)
 
 
-def _one_way(x: Tensor, scheme: Scheme, scale: Tensor | None, inf_value: float) -> tuple[Tensor, Tensor, Tensor]:
+def _one_way(x: Tensor, scheme: Scheme, scale: Tensor | None, amax: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     if scheme.kind == "tensor":
-        return _one_way_tensor(x, scheme, scale)
+        return _one_way_tensor(x, scheme, scale, amax)
     if scheme.kind == "block":
-        return _one_way_block(x, scheme, inf_value)
+        return _one_way_block(x, scheme, torch.finfo(dtype).max)
     return _one_way_mx(x, scheme) if scheme.kind == "mx" else _one_way_nvfp4(x, scheme)
 
 
@@ -161,22 +161,28 @@ def reference_buffers(
     values: Tensor,
     scheme: Scheme,
     scale: Tensor | None,
+    amax: Tensor | None,
     rowwise: bool,
     columnwise: bool,
-    inf_value: float = FLOAT32_MAX,
+    dtype: torch.dtype,
 ) -> Buffers:
-    """The truth: `values` [M, K] in any float dtype -> buffers. `scale` [1] is given for delayed scaling."""
+    """The truth: `values` [M, K] in any float dtype -> buffers.
+
+    Per-tensor schemes use `scale` [1] if given (delayed scaling), else the scale of `amax` [1] if given (an amax that was
+    reduced over ranks, or found by an earlier pass), else that of the values. `dtype` is the activation dtype that the values
+    have or would have had: an overflowing block scale becomes its largest value.
+    """
     check_shape(*values.shape, scheme, rowwise, columnwise)
     byte, real = values.new_empty(0, dtype=torch.uint8), values.new_empty(0, dtype=torch.float32)
     scale_dtype = byte if scheme.kind in ("mx", "nvfp4") else real
     row = col = (byte, scale_dtype, real)
     if rowwise or scheme.transposable:
-        row = _one_way(values, scheme, scale, inf_value)
+        row = _one_way(values, scheme, scale, amax, dtype)
     if columnwise and scheme.transposable:
         col = _transposed(row, scheme)
     elif columnwise:
         transposed = values.t().contiguous()
-        col = _one_way(hadamard16(transposed) if scheme.hadamard else transposed, scheme, scale, inf_value)
+        col = _one_way(hadamard16(transposed) if scheme.hadamard else transposed, scheme, scale, amax, dtype)
     if not rowwise:
         row = (byte, scale_dtype, row[2] if scheme.per_tensor else real)
     return Buffers(row[0], row[1], col[0], col[1], row[2], col[2])
@@ -216,31 +222,24 @@ def fake_buffers(x: Tensor, m: int, k: int, scheme: Scheme, rowwise: bool, colum
     )
 
 
-def block_inf_value(dtype: torch.dtype) -> float:
-    """What an overflowing block scale becomes: the largest value of the input's dtype."""
-    return torch.finfo(dtype).max
-
-
 # ------------------------------------------------------------------------------------------------------------------- ops
 
 Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def _quantize(x: Tensor, scheme: str, scale: Tensor | None, rowwise: bool, columnwise: bool) -> Six:
-    return reference_buffers(x, Scheme.parse(scheme), scale, rowwise, columnwise, block_inf_value(x.dtype))
+def _quantize(x: Tensor, scheme: str, scale: Tensor | None, amax: Tensor | None, rowwise: bool, columnwise: bool) -> Six:
+    """x: [M, K] in float32, bfloat16 or float16."""
+    return reference_buffers(x, Scheme.parse(scheme), scale, amax, rowwise, columnwise, x.dtype)
 
 
-def _quantize_fake(x: Tensor, scheme: str, scale: Tensor | None, rowwise: bool, columnwise: bool) -> Six:
+def _quantize_fake(x: Tensor, scheme: str, scale: Tensor | None, amax: Tensor | None, rowwise: bool, columnwise: bool) -> Six:
     return fake_buffers(x, x.shape[0], x.shape[1], Scheme.parse(scheme), rowwise, columnwise)
 
 
-def _quantize_cuda(x: Tensor, scheme: str, scale: Tensor | None, rowwise: bool, columnwise: bool) -> Six:
+def _quantize_cuda(x: Tensor, scheme: str, scale: Tensor | None, amax: Tensor | None, rowwise: bool, columnwise: bool) -> Six:
     from ottava.kernels import tile
 
-    parsed = Scheme.parse(scheme)
-    if parsed.kind == "nvfp4":
-        return _quantize(x, scheme, scale, rowwise, columnwise)
-    return tile.quantize(tile.Identity(x), parsed, scale, rowwise, columnwise)
+    return tile.quantize(tile.Identity(x), Scheme.parse(scheme), scale, amax, rowwise, columnwise)
 
 
 quantize = define("quantize", _quantize, _quantize_fake, _quantize_cuda)

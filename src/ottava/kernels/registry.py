@@ -19,6 +19,9 @@ NAMESPACE = "ottava"
 log = logging.getLogger("ottava")
 
 
+_LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+
+
 def define(
     name: str,
     reference: Callable,
@@ -26,16 +29,17 @@ def define(
     cuda: Callable | None = None,
     mutates: tuple[str, ...] = (),
 ) -> Any:
-    """Registers `ottava::name`. The op's schema is read from the annotations of `reference`."""
-    op = torch.library.custom_op(f"{NAMESPACE}::{name}", reference, mutates_args=mutates)
-    op.register_fake(fake)
+    """Registers `ottava::name`. The op's schema is read from the annotations of `reference`.
+
+    `Library.impl` rather than `torch.library.custom_op`: the latter adds about 20 us of Python to every call on a GPU.
+    """
+    schema = torch.library.infer_schema(reference, op_name=name, mutates_args=mutates)
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
     if cuda is not None:
-        op.register_kernel("cuda", functools.partial(_pick, cuda, reference))
-    return op._opoverload if hasattr(op, "_opoverload") else getattr(torch.ops.ottava, name)
-
-
-def _pick(cuda: Callable, reference: Callable, *args: Any, **kwargs: Any) -> Any:
-    return (cuda if has_triton() else reference)(*args, **kwargs)
+        _LIBRARY.impl(name, cuda if has_triton() else reference, "CUDA")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.ottava, name).default
 
 
 @functools.cache

@@ -1,0 +1,43 @@
+"""The two ops that write delayed-scaling state: `ottava::record_amax_` and `ottava::delayed_update_`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ottava.kernels.registry import define
+from ottava.quant.delayed import schedule_backward_update
+from ottava.quant.scaling import delayed_update
+
+
+def _record(history: Tensor, amax: Tensor, column: int, owner: int) -> None:
+    """history[0, column] = max(itself, amax [1]). owner: id of the state to update when the running backward ends; 0 for none."""
+    cell = history[0, column : column + 1]
+    torch.maximum(cell, amax, out=cell)
+    if owner:
+        schedule_backward_update(owner)
+
+
+record_amax = define("record_amax_", _record, lambda history, amax, column, owner: None, mutates=("history",))
+
+
+def _update(history: Tensor, scale: Tensor, window: int, fp8_max: float, margin: int, most_recent: bool) -> None:
+    """One step of delayed scaling, in place. history [L, n], scale [n]."""
+    new_history, new_scale = delayed_update(history, scale, window, fp8_max, margin, most_recent)
+    history.copy_(new_history)
+    scale.copy_(new_scale)
+
+
+def _update_cuda(history: Tensor, scale: Tensor, window: int, fp8_max: float, margin: int, most_recent: bool) -> None:
+    from ottava.kernels import delayed_triton
+
+    delayed_triton.update(history, scale, window, fp8_max / 2**margin, most_recent)
+
+
+update = define(
+    "delayed_update_",
+    _update,
+    lambda history, scale, window, fp8_max, margin, most_recent: None,
+    _update_cuda,
+    mutates=("history", "scale"),
+)

@@ -1,0 +1,226 @@
+"""Matrix products: `out[m, n] = A[m, k] @ B[n, k].T`, quantized (`ottava::scaled_mm`) or not (`ottava::mm`).
+
+On CUDA a quantized product goes to cuBLASLt through `torch.nn.functional.scaled_mm` where the device multiplies the formats
+natively. Everywhere else it is emulated exactly: FP8 values are exact in float32 (and bf16), so the products are exact and only
+the order of the float32 sum differs from the hardware's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.functional import ScalingType, pad
+
+from ottava.kernels.cast import expand_scale, nvfp4_tensor_scale, unpack
+from ottava.kernels.registry import define, say_once
+from ottava.quant.formats import e8m0_to_float
+from ottava.quant.scheme import Scheme
+
+ALIGNMENT = 16  # bytes: cuBLASLt's FP8 products want every row of an operand to start on such a boundary
+
+# ------------------------------------------------------------------------------------------------------------- emulation
+
+
+def _by_blocks_of_128(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, a_scheme: Scheme, b_scheme: Scheme) -> Tensor:
+    """A float32 partial product for each 128-wide slice of k, times both scales, added in order of k."""
+    m, k = a.shape
+    n = b.shape[0]
+
+    def per_row(scale: Tensor, scheme: Scheme, rows: int) -> Tensor:  # -> [rows, ceil(k/128)]
+        assert scheme.block is not None
+        return scale if scheme.block[0] == 1 else scale.repeat_interleave(scheme.block[0], dim=0)[:rows]
+
+    a_rows, b_rows = per_row(a_scale, a_scheme, m), per_row(b_scale, b_scheme, n)
+    out = a.new_zeros(m, n)
+    for j, start in enumerate(range(0, k, 128)):
+        partial = a[:, start : start + 128] @ b[:, start : start + 128].t()
+        out += partial * (a_rows[:, j, None] * b_rows[None, :, j])
+    return out
+
+
+def _emulate(
+    a: Tensor, a_scale: Tensor, a_amax: Tensor, b: Tensor, b_scale: Tensor, b_amax: Tensor, a_scheme: Scheme, b_scheme: Scheme
+) -> Tensor:
+    """float32 [m, n]."""
+    a32, b32 = unpack(a, a_scheme), unpack(b, b_scheme)
+    if a_scheme.kind == "tensor":
+        return (a32 @ b32.t()) * (a_scale * b_scale)
+    if a_scheme.kind == "block":
+        return _by_blocks_of_128(a32, a_scale, b32, b_scale, a_scheme, b_scheme)
+    if a_scheme.kind == "mx":
+        a32 = a32 * expand_scale(e8m0_to_float(a_scale), a_scheme, a32.shape)
+        b32 = b32 * expand_scale(e8m0_to_float(b_scale), b_scheme, b32.shape)
+        return _exact_product(a32, b32)
+    a32 = a32 * expand_scale(a_scale.view(torch.float8_e4m3fn).float(), a_scheme, a32.shape)
+    b32 = b32 * expand_scale(b_scale.view(torch.float8_e4m3fn).float(), b_scheme, b32.shape)
+    return _exact_product(a32, b32) * (nvfp4_tensor_scale(a_amax) * nvfp4_tensor_scale(b_amax))
+
+
+def _exact_product(a32: Tensor, b32: Tensor) -> Tensor:
+    """A @ B.T of values with at most 8 significant bits: exact in bf16, so a GPU may use its bf16 units."""
+    if a32.is_cuda:
+        return torch.mm(a32.bfloat16(), b32.bfloat16().t(), out_dtype=torch.float32)
+    return a32 @ b32.t()
+
+
+def _scaled_mm(
+    a: Tensor,
+    a_scale: Tensor,
+    a_amax: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    b_amax: Tensor,
+    a_scheme: str,
+    b_scheme: str,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    split_accumulator: bool,
+) -> Tensor:
+    """Operands are one direction of quantized buffers, K-major. bias: [n]. The bias is added in float32, before rounding."""
+    say_once(f"ottava: {a_scheme.split(':f32')[0]} products run by exact emulation on {a.device.type}.")
+    out = _emulate(a, a_scale, a_amax, b, b_scale, b_amax, Scheme.parse(a_scheme), Scheme.parse(b_scheme))
+    if bias is not None:
+        out = out + bias.float()
+    return out.to(out_dtype)
+
+
+def _scaled_mm_fake(
+    a: Tensor,
+    a_scale: Tensor,
+    a_amax: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    b_amax: Tensor,
+    a_scheme: str,
+    b_scheme: str,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    split_accumulator: bool,
+) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
+
+
+# ------------------------------------------------------------------------------------------------------------------ CUDA
+
+
+def _native(a_scheme: Scheme, b_scheme: Scheme, device: torch.device) -> bool:
+    """Whether cuBLASLt multiplies these two on this device."""
+    capability = torch.cuda.get_device_capability(device)
+    if "e5m2" == a_scheme.format == b_scheme.format:
+        return False
+    if a_scheme.kind == "tensor":
+        return capability >= (8, 9)
+    return a_scheme.kind == "block" and capability == (9, 0)
+
+
+def _align(x: Tensor) -> Tensor:
+    """Pads rows of bytes [r, k] so that k is a multiple of 16; zero bytes are zeros in every format."""
+    missing = -x.shape[1] % ALIGNMENT
+    return pad(x, (0, missing)) if missing else x
+
+
+def _scaled_mm_cuda(
+    a: Tensor,
+    a_scale: Tensor,
+    a_amax: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    b_amax: Tensor,
+    a_scheme: str,
+    b_scheme: str,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    split_accumulator: bool,
+) -> Tensor:
+    sa, sb = Scheme.parse(a_scheme), Scheme.parse(b_scheme)
+    m, n, k = a.shape[0], b.shape[0], a.shape[1]
+    if m == 0 or n == 0 or k == 0 or not _native(sa, sb, a.device):
+        return _scaled_mm(a, a_scale, a_amax, b, b_scale, b_amax, a_scheme, b_scheme, bias, out_dtype, split_accumulator)
+    if sa.kind == "tensor":
+        return _cublas_tensorwise(a, a_scale, b, b_scale, sa, sb, bias, out_dtype, split_accumulator)
+    if m % 8 or n % 8 or k % 128:
+        return _scaled_mm(a, a_scale, a_amax, b, b_scale, b_amax, a_scheme, b_scheme, bias, out_dtype, split_accumulator)
+    return _cublas_blockwise(a, a_scale, b, b_scale, sa, sb, bias, out_dtype)
+
+
+def _cublas_tensorwise(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, sa: Scheme, sb: Scheme, bias: Tensor | None, out_dtype: torch.dtype, split: bool
+) -> Tensor:
+    n = b.shape[0]
+    a8, b8 = _align(a), _align(b)
+    if n % ALIGNMENT:
+        b8 = pad(b8, (0, 0, 0, -n % ALIGNMENT))
+    fusable = bias is None or (out_dtype == bias.dtype and out_dtype != torch.float32 and n % ALIGNMENT == 0)
+    out = functional.scaled_mm(
+        _typed(a8, sa),
+        _typed(b8, sb).t(),
+        a_scale,
+        ScalingType.TensorWise,
+        b_scale,
+        ScalingType.TensorWise,
+        bias=bias if fusable else None,
+        output_dtype=out_dtype,
+        use_fast_accum=not split,
+    )
+    out = out[:, :n] if n % ALIGNMENT else out
+    return out if fusable or bias is None else (out.float() + bias.float()).to(out_dtype)
+
+
+_BLOCK_TYPES = {(1, 128): ScalingType.BlockWise1x128, (128, 128): ScalingType.BlockWise128x128}
+
+
+def _cublas_blockwise(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, sa: Scheme, sb: Scheme, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    assert sa.block is not None and sb.block is not None
+    out = functional.scaled_mm(
+        _typed(a, sa),
+        _typed(b, sb).t(),
+        _cublas_scale(a_scale, sa),
+        _BLOCK_TYPES[sa.block],
+        _cublas_scale(b_scale, sb).t(),
+        _BLOCK_TYPES[sb.block],
+        output_dtype=out_dtype,
+    )
+    return out if bias is None else out + bias.to(out_dtype)
+
+
+def _cublas_scale(scale: Tensor, scheme: Scheme) -> Tensor:
+    """1x128 scales are wanted with the row index fastest (the kernels write them so), 128x128 scales with k fastest."""
+    if scheme.block == (1, 128):
+        return scale if scale.stride(0) == 1 else scale.t().contiguous().t()
+    return scale.contiguous()
+
+
+def _typed(data: Tensor, scheme: Scheme) -> Tensor:
+    assert scheme.element.dtype is not None
+    return data.view(scheme.element.dtype)
+
+
+scaled_mm = define("scaled_mm", _scaled_mm, _scaled_mm_fake, _scaled_mm_cuda)
+
+
+# ----------------------------------------------------------------------------------------------------------- unquantized
+
+
+def _mm(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """float32 accumulation, rounded once. CPUs multiply bf16 slowly and in an order that depends on threads: upcast."""
+    out = a.float() @ b.float().t()
+    if bias is not None:
+        out = out + bias.float()
+    return out.to(out_dtype)
+
+
+def _mm_cuda(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    if out_dtype == a.dtype:
+        return torch.nn.functional.linear(a, b, None if bias is None else bias.to(a.dtype))
+    out = torch.mm(a, b.t(), out_dtype=out_dtype) if out_dtype == torch.float32 else torch.mm(a, b.t()).to(out_dtype)
+    return out if bias is None else out + bias.to(out_dtype)
+
+
+def _mm_fake(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
+
+
+mm = define("mm", _mm, _mm_fake, _mm_cuda)

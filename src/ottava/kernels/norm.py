@@ -1,0 +1,165 @@
+"""LayerNorm and RMSNorm, alone or fused with quantization.
+
+Two steps, so that a backward pass can redo the second from what it saved: `norm_stats` reduces each row, `norm_quantize` (or
+`norm_apply`) uses the statistics. Statistics of two devices may differ by an ulp; given the same statistics the bytes are equal.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ottava.kernels.cast import Six, fake_buffers, reference_buffers
+from ottava.kernels.registry import define
+from ottava.quant.scaling import amax_of
+from ottava.quant.scheme import Scheme
+
+KINDS = ("LayerNorm", "RMSNorm")
+
+
+def _gain(gamma: Tensor, zero_centered: bool) -> Tensor:
+    return gamma.float() + 1.0 if zero_centered else gamma.float()
+
+
+def _values(x: Tensor, gamma: Tensor, beta: Tensor | None, mean: Tensor, rstd: Tensor, zero_centered: bool) -> Tensor:
+    """float32 [M, K]: ((x - mean) * rstd) * gain + beta, each operation rounded. `mean` is empty for RMSNorm."""
+    y = x.float() - mean[:, None] if mean.numel() else x.float()
+    y = (y * rstd[:, None]) * _gain(gamma, zero_centered)
+    return y if beta is None else y + beta.float()
+
+
+# ----------------------------------------------------------------------------------------------------------------- stats
+
+
+def _stats(x: Tensor, gamma: Tensor, beta: Tensor | None, kind: str, eps: float, zero_centered: bool, amax: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """x [M, K] -> mean [M] (empty for RMSNorm), rstd [M], both float32; and, if asked, the amax [1] of the rounded output."""
+    x32 = x.float()
+    mean = x32.mean(-1) if kind == "LayerNorm" else x32.new_empty(0)
+    centered = x32 - mean[:, None] if kind == "LayerNorm" else x32
+    variance = (centered * centered).mean(-1) + eps
+    rstd = torch.ones_like(variance) / variance.sqrt()
+    if not amax:
+        return mean, rstd, x32.new_empty(0)
+    return mean, rstd, amax_of(_values(x, gamma, beta, mean, rstd, zero_centered).to(x.dtype))
+
+
+def _stats_fake(x: Tensor, gamma: Tensor, beta: Tensor | None, kind: str, eps: float, zero_centered: bool, amax: bool) -> tuple[Tensor, Tensor, Tensor]:
+    rows = x.shape[0]
+    mean = x.new_empty(rows if kind == "LayerNorm" else 0, dtype=torch.float32)
+    return mean, x.new_empty(rows, dtype=torch.float32), x.new_empty(int(amax), dtype=torch.float32)
+
+
+def _stats_cuda(x: Tensor, gamma: Tensor, beta: Tensor | None, kind: str, eps: float, zero_centered: bool, amax: bool) -> tuple[Tensor, Tensor, Tensor]:
+    from ottava.kernels import norm_triton
+
+    return norm_triton.stats(x, gamma, beta, kind, eps, zero_centered, amax)
+
+
+stats = define("norm_stats", _stats, _stats_fake, _stats_cuda)
+
+
+# ----------------------------------------------------------------------------------------------------------------- apply
+
+
+def _apply(x: Tensor, gamma: Tensor, beta: Tensor | None, mean: Tensor, rstd: Tensor, zero_centered: bool, dtype: torch.dtype) -> Tensor:
+    return _values(x, gamma, beta, mean, rstd, zero_centered).to(dtype)
+
+
+def _apply_fake(x: Tensor, gamma: Tensor, beta: Tensor | None, mean: Tensor, rstd: Tensor, zero_centered: bool, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype)
+
+
+def _apply_cuda(x: Tensor, gamma: Tensor, beta: Tensor | None, mean: Tensor, rstd: Tensor, zero_centered: bool, dtype: torch.dtype) -> Tensor:
+    from ottava.kernels import tile
+
+    return tile.store(tile.Norm(x, gamma, beta, mean, rstd, zero_centered), dtype)
+
+
+apply = define("norm_apply", _apply, _apply_fake, _apply_cuda)
+
+
+def _quantize(
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    zero_centered: bool,
+    scheme: str,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    rowwise: bool,
+    columnwise: bool,
+) -> Six:
+    """The normalized rows, quantized: from float32 directly if the scheme says so, else rounded to x's dtype first."""
+    parsed = Scheme.parse(scheme)
+    values = _values(x, gamma, beta, mean, rstd, zero_centered)
+    values = values if parsed.from_float32 else values.to(x.dtype)
+    return reference_buffers(values, parsed, scale, amax, rowwise, columnwise, x.dtype)
+
+
+def _quantize_fake(
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    zero_centered: bool,
+    scheme: str,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    rowwise: bool,
+    columnwise: bool,
+) -> Six:
+    return fake_buffers(x, x.shape[0], x.shape[1], Scheme.parse(scheme), rowwise, columnwise)
+
+
+def _quantize_cuda(
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    zero_centered: bool,
+    scheme: str,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    rowwise: bool,
+    columnwise: bool,
+) -> Six:
+    from ottava.kernels import tile
+
+    producer = tile.Norm(x, gamma, beta, mean, rstd, zero_centered)
+    return tile.quantize(producer, Scheme.parse(scheme), scale, amax, rowwise, columnwise)
+
+
+quantize = define("norm_quantize", _quantize, _quantize_fake, _quantize_cuda)
+
+
+# -------------------------------------------------------------------------------------------------------------- backward
+
+
+def _backward(dy: Tensor, x: Tensor, gamma: Tensor, mean: Tensor, rstd: Tensor, zero_centered: bool, beta: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """dy, x [M, K] -> dx [M, K], dgamma [K], dbeta [K] (empty if there is no beta). Sums in float32."""
+    dy32, x32 = dy.float(), x.float()
+    xhat = (x32 - mean[:, None] if mean.numel() else x32) * rstd[:, None]
+    dxhat = dy32 * _gain(gamma, zero_centered)
+    dx = dxhat - xhat * (dxhat * xhat).mean(-1, keepdim=True)
+    if mean.numel():
+        dx = dx - dxhat.mean(-1, keepdim=True)
+    dgamma = (dy32 * xhat).sum(0).to(gamma.dtype)
+    dbeta = dy32.sum(0).to(gamma.dtype) if beta else gamma.new_empty(0)
+    return (dx * rstd[:, None]).to(x.dtype), dgamma, dbeta
+
+
+def _backward_fake(dy: Tensor, x: Tensor, gamma: Tensor, mean: Tensor, rstd: Tensor, zero_centered: bool, beta: bool) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(gamma), gamma.new_empty(gamma.shape if beta else 0)
+
+
+def _backward_cuda(dy: Tensor, x: Tensor, gamma: Tensor, mean: Tensor, rstd: Tensor, zero_centered: bool, beta: bool) -> tuple[Tensor, Tensor, Tensor]:
+    from ottava.kernels import norm_triton
+
+    return norm_triton.backward(dy, x, gamma, mean, rstd, zero_centered, beta)
+
+
+backward = define("norm_backward", _backward, _backward_fake, _backward_cuda)

@@ -1,0 +1,381 @@
+"""`DotProductAttention`: softmax(q k^T) v over heads, for every layout and mask of TransformerEngine's module."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ottava.kernels.attention import attention
+from ottava.kernels.registry import say_once
+from ottava.nn import attention_mask as masks
+
+FORMATS = ("sbhd", "bshd", "thd")
+BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
+SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+
+# Arguments of later TransformerEngine releases, with the value that asks for nothing.
+_NOT_OFFERED: dict[str, Any] = {
+    "fp8_output": False,
+    "bf16_backward": False,
+    "score_mod": None,
+    "score_mod_bprop": None,
+    "score_mod_tensors": None,
+    "score_mod_bprop_tensors": None,
+    "qkv_layer": None,
+    "kv_layer": None,
+    "g": None,
+    "beta": None,
+    "initial_state": None,
+    "output_final_state": False,
+    "use_qk_l2norm_in_kernel": False,
+}
+
+
+class DotProductAttention(torch.nn.Module):
+    """Multi-head attention without its projections.
+
+    Arguments:
+        num_attention_heads: of the whole model; the tensors hold num_attention_heads / tp_size.
+        kv_channels: channels of a head, or (of keys, of values).
+        num_gqa_groups: heads of keys and values, each shared by num_attention_heads / num_gqa_groups queries.
+        attention_dropout: probability of dropping an attention weight, in training.
+        qkv_format: "sbhd", "bshd", or "thd" for sequences packed end to end.
+        attn_mask_type: no_mask, padding, causal, padding_causal, causal_bottom_right, padding_causal_bottom_right, arbitrary.
+        window_size: (left, right) keys around the diagonal that a query may see; -1 is no limit.
+        bottom_right_diagonal: the corner that window and ALiBi count from, for masks whose type does not say.
+        softmax_scale: 1 / sqrt(channels of a key) if not given.
+        softmax_type: "vanilla"; "off-by-one" adds 1 to the sum; "learnable" adds exp(softmax_offset), a parameter a head.
+
+    Not offered: context parallelism (cp_group) and return_max_logit; asking for them is an error.
+
+    Example:
+        >>> attend = DotProductAttention(num_attention_heads=4, kv_channels=16, num_gqa_groups=2)
+        >>> q, kv = torch.randn(8, 1, 4, 16), torch.randn(8, 1, 2, 16)
+        >>> attend(q, kv, kv).shape
+        torch.Size([8, 1, 64])
+    """
+
+    softmax_offset: Tensor | None
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        sequence_parallel: bool = False,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        tp_group: Any = None,
+        layer_number: int | None = None,
+        attention_type: str = "self",
+        cp_group: Any = None,
+        cp_global_ranks: list[int] | None = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+        softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
+        return_max_logit: bool | None = False,
+        name: str | None = None,
+        *,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if cp_group is not None or return_max_logit:
+            raise ValueError("DotProductAttention offers neither context parallelism (cp_group) nor return_max_logit.")
+        if not 0.0 <= attention_dropout <= 1.0:
+            raise ValueError(f"attention_dropout is a probability, got {attention_dropout}.")
+        tp_size = tp_size if tp_group is None else tp_group.size()
+        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        check_heads(num_attention_heads, groups, tp_size)
+        self.num_attention_heads = num_attention_heads
+        self.num_gqa_groups = groups
+        self.num_gqa_groups_per_partition = groups // tp_size
+        self.heads_per_partition = num_attention_heads // tp_size
+        key_channels, value_channels = (kv_channels, kv_channels) if isinstance(kv_channels, int) else kv_channels
+        self.hidden_size_per_attention_head_k = key_channels
+        self.hidden_size_per_attention_head_v = value_channels
+        self.attention_dropout = attention_dropout
+        self.qkv_format = masks.one_of("qkv_format", qkv_format, FORMATS)
+        self.attn_mask_type = masks.canonical_mask_type(attn_mask_type)
+        masks.check_window(self.attn_mask_type, window_size)
+        self.window_size = window_size
+        self.bottom_right_diagonal = bottom_right_diagonal
+        self.sequence_parallel = sequence_parallel
+        self.tp_size = tp_size
+        self.get_rng_state_tracker = get_rng_state_tracker
+        self.layer_number = 1 if layer_number is None else layer_number
+        self.attention_type = masks.one_of("attention_type", attention_type, ("self", "cross"))
+        self.softmax_scale = 1.0 / math.sqrt(key_channels) if softmax_scale is None else softmax_scale
+        self.softmax_type = masks.one_of("softmax_type", softmax_type, SOFTMAX_TYPES)
+        self.name = name
+        # "off-by-one" is a sink with logit 0: a constant, so it is not part of the state dict.
+        offset = None if softmax_type == "vanilla" else torch.zeros(self.heads_per_partition, device=device)
+        if softmax_type == "learnable":
+            assert offset is not None
+            self.softmax_offset = torch.nn.Parameter(offset)
+        else:
+            self.register_buffer("softmax_offset", offset, persistent=False)
+
+    def extra_repr(self) -> str:
+        """Heads, mask and whatever differs from the plain case."""
+        parts = [f"heads={self.heads_per_partition}", f"groups={self.num_gqa_groups_per_partition}", self.attn_mask_type]
+        parts.append(self.qkv_format)
+        if self.window_size is not None:
+            parts.append(f"window={tuple(self.window_size)}")
+        if self.attention_dropout:
+            parts.append(f"dropout={self.attention_dropout}")
+        if self.softmax_type != "vanilla":
+            parts.append(f"softmax={self.softmax_type}")
+        return ", ".join(parts)
+
+    def forward(
+        self,
+        query_layer: Tensor,
+        key_layer: Tensor,
+        value_layer: Tensor,
+        attention_mask: Tensor | tuple[Tensor, Tensor] | None = None,
+        qkv_format: str | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        cu_seqlens_q_padded: Tensor | None = None,
+        cu_seqlens_kv_padded: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        fast_zero_fill: bool = True,
+        inference_params: Any = None,
+        pad_between_seqs: bool | None = None,
+        *,
+        num_splits: int | None = 1,
+        **others: Any,
+    ) -> Tensor:
+        """Attends; returns [s, b, h * d] for "sbhd", [b, s, h * d] for "bshd", [t, h * d] for "thd".
+
+        attention_mask: bool, True is masked out; used by padding types and "arbitrary" only. Padding masks: [b, 1, 1, s], or a pair (queries, keys); "arbitrary":
+        broadcastable to [b, h, s, t]. cu_seqlens_*: [b + 1] cumulative lengths of the real tokens, an alternative to
+        padding masks, needed for "thd"; cu_seqlens_*_padded: where sequences begin, if padding lies between them.
+        max_seqlen_*: the longest sequence ("thd"); without it the lengths are read back from the device, and under
+        torch.compile the number of tokens is taken, which costs memory.
+        core_attention_bias: broadcastable to [b, h, s, t], added after scaling, or before it ("pre_scale_bias").
+        alibi_slopes: [h] or [b, h], for core_attention_bias_type="alibi". checkpoint_core_attention: recompute in backward.
+        fast_zero_fill and num_splits choose between equal ways elsewhere and change nothing here.
+        """
+        if inference_params is not None:
+            raise ValueError("DotProductAttention has no key-value cache: pass the whole sequence, without inference_params.")
+        for key, value in others.items():
+            if masks.one_of("DotProductAttention: argument", key, tuple(_NOT_OFFERED)) and value != _NOT_OFFERED[key]:
+                raise ValueError(f"DotProductAttention does not offer {key}={value!r}; leave it out.")
+        layout = masks.one_of("qkv_format", qkv_format or self.qkv_format, FORMATS)
+        mask_type = masks.canonical_mask_type(attn_mask_type or self.attn_mask_type)
+        window = masks.check_window(mask_type, self.window_size if window_size is None else window_size)
+        corner = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
+        bottom_right = masks.is_bottom_right(mask_type, corner)
+        self._check_heads_of(query_layer, key_layer, value_layer, layout)
+        q, k, v = query_layer, key_layer, value_layer
+
+        back: tuple[masks.Packed, int] | None = None
+        if layout == "thd":
+            if "padding" not in mask_type:
+                raise ValueError(f"qkv_format 'thd' needs a padding mask type, got {mask_type!r}: use 'padding_causal' or 'padding'.")
+            if attention_mask is not None:
+                raise ValueError("qkv_format 'thd' takes its padding from cu_seqlens_q and cu_seqlens_kv, not from attention_mask.")
+            if pad_between_seqs and cu_seqlens_q_padded is None:
+                raise ValueError("pad_between_seqs=True needs cu_seqlens_q_padded and cu_seqlens_kv_padded.")
+            of_q = masks.packed(cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q, q.shape[0], "q")
+            of_k = masks.packed(cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv, k.shape[0], "kv")
+            back = (of_q, q.shape[0])
+            q, k, v = of_q.spread(q), of_k.spread(k), of_k.spread(v)
+            same = cu_seqlens_q is cu_seqlens_kv
+            valid: masks.Valid | None = masks.valid_from_lengths(q.shape[1], k.shape[1], of_q.lengths, of_k.lengths, same)
+        else:
+            valid = self._padding(mask_type, attention_mask, cu_seqlens_q, cu_seqlens_kv, q, k, layout)
+        batch_first = layout != "sbhd"
+        seq_dim = 1 if batch_first else 0
+        queries, keys = q.shape[seq_dim], k.shape[seq_dim]
+
+        arbitrary = self._arbitrary(mask_type, attention_mask)
+        causal, allowed = masks.build(mask_type, window, bottom_right, queries, keys, valid, arbitrary, q.device)
+        bias = self._bias(core_attention_bias_type, core_attention_bias, alibi_slopes, queries, keys, bottom_right, valid, q)
+        out = self._attend(q, k, v, causal, batch_first, allowed, bias, checkpoint_core_attention)
+        if back is not None:
+            out = back[0].gather(out, back[1])
+        elif valid is not None:
+            real = valid.queries if batch_first else valid.queries.t()
+            out = torch.where(real[:, :, None, None], out, out.new_zeros(()))
+        return out.reshape(*out.shape[:-2], -1)
+
+    # ------------------------------------------------------------------------------------------------------------ the parts
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool,
+        batch_first: bool,
+        allowed: Tensor | None,
+        bias: Tensor | None,
+        recompute: bool,
+    ) -> Tensor:
+        dropout = self.attention_dropout if self.training else 0.0
+        tracker = None
+        if dropout > 0.0 and self.get_rng_state_tracker is not None and not self.sequence_parallel:
+            tracker = self.get_rng_state_tracker()
+
+        def core(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, bias: Tensor | None, sink: Tensor | None) -> Tensor:
+            with contextlib.nullcontext() if tracker is None else tracker.fork():
+                return attention(
+                    q, k, v, scale=self.softmax_scale, causal=causal, batch_first=batch_first, allowed=allowed, bias=bias,
+                    sink=sink, dropout=dropout,
+                )  # fmt: skip
+
+        args = (q, k, v, allowed, bias, self.softmax_offset)
+        if not recompute or not torch.is_grad_enabled():
+            return core(*args)
+        if tracker is None:
+            return checkpoint(core, *args, use_reentrant=False)
+        return checkpoint(core, *args, use_reentrant=False, context_fn=lambda: _replayed(tracker))
+
+    def _check_heads_of(self, q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:
+        """Names the tensor whose shape does not fit the module, rather than leaving it to a matrix product."""
+        dims = 3 if layout == "thd" else 4
+        wanted = (
+            ("query_layer", q, self.heads_per_partition, self.hidden_size_per_attention_head_k),
+            ("key_layer", k, self.num_gqa_groups_per_partition, self.hidden_size_per_attention_head_k),
+            ("value_layer", v, self.num_gqa_groups_per_partition, self.hidden_size_per_attention_head_v),
+        )
+        for what, x, heads, channels in wanted:
+            if x.dim() != dims or tuple(x.shape[-2:]) != (heads, channels):
+                raise ValueError(
+                    f"{what} for qkv_format {layout!r} must have {dims} dimensions ending in [{heads}, {channels}] (heads, channels), "
+                    f"got {tuple(x.shape)}."
+                )
+        batch_dim = 1 if layout == "sbhd" else 0
+        if k.shape[:-2] != v.shape[:-2] or (layout != "thd" and q.shape[batch_dim] != k.shape[batch_dim]):
+            raise ValueError(
+                f"query, key and value must agree in batch, key and value in length: {layout} got {tuple(q.shape)}, "
+                f"{tuple(k.shape)}, {tuple(v.shape)}."
+            )
+        if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+            raise ValueError(
+                f"query, key and value must have one dtype and device, got {q.dtype} on {q.device}, {k.dtype} on {k.device}, "
+                f"{v.dtype} on {v.device}."
+            )
+
+    def _padding(
+        self,
+        mask_type: str,
+        attention_mask: Tensor | tuple[Tensor, Tensor] | None,
+        cu_seqlens_q: Tensor | None,
+        cu_seqlens_kv: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        layout: str,
+    ) -> masks.Valid | None:
+        """Which tokens of a padded batch are real; None where the mask type has no padding."""
+        if "padding" not in mask_type:
+            if cu_seqlens_q is not None or cu_seqlens_kv is not None:
+                raise ValueError(f"cu_seqlens are given, but attn_mask_type {mask_type!r} has no padding: use a padding mask type.")
+            return None
+        seq_dim, batch_dim = (1, 0) if layout == "bshd" else (0, 1)
+        queries, keys, batch = q.shape[seq_dim], k.shape[seq_dim], q.shape[batch_dim]
+        if attention_mask is not None:
+            if cu_seqlens_q is not None or cu_seqlens_kv is not None:
+                raise ValueError("padding is given twice: pass either attention_mask or cu_seqlens_q and cu_seqlens_kv.")
+            return masks.valid_from_masks(attention_mask, batch, queries, keys)
+        if cu_seqlens_q is None or cu_seqlens_kv is None:
+            raise ValueError(
+                f"attn_mask_type {mask_type!r} needs attention_mask, or cu_seqlens_q and cu_seqlens_kv, to know the padding."
+            )
+        if cu_seqlens_q.shape != (batch + 1,) or cu_seqlens_kv.shape != (batch + 1,):
+            raise ValueError(
+                f"cu_seqlens_q and cu_seqlens_kv must be [batch + 1] = [{batch + 1}], got {tuple(cu_seqlens_q.shape)} and "
+                f"{tuple(cu_seqlens_kv.shape)}."
+            )
+        same = cu_seqlens_q is cu_seqlens_kv
+        return masks.valid_from_lengths(queries, keys, masks.lengths_of(cu_seqlens_q), masks.lengths_of(cu_seqlens_kv), same)
+
+    def _arbitrary(self, mask_type: str, attention_mask: Tensor | tuple[Tensor, Tensor] | None) -> Tensor | None:
+        """The user's own mask, bool, True for masked out."""
+        if mask_type != "arbitrary":
+            if attention_mask is not None and "padding" not in mask_type and not torch.compiler.is_compiling():
+                say_once(f"ottava: attention_mask has no effect with attn_mask_type {mask_type!r}, only with padding or 'arbitrary'.")
+            return None
+        if not isinstance(attention_mask, Tensor) or attention_mask.dtype is not torch.bool or attention_mask.dim() != 4:
+            raise ValueError(
+                "attn_mask_type 'arbitrary' needs attention_mask, a bool tensor broadcastable to [batch, heads, queries, keys] "
+                "with True for masked out."
+            )
+        return attention_mask
+
+    def _bias(
+        self,
+        kind: str,
+        bias: Tensor | None,
+        slopes: Tensor | None,
+        queries: int,
+        keys: int,
+        bottom_right: bool,
+        valid: masks.Valid | None,
+        q: Tensor,
+    ) -> Tensor | None:
+        """What is added to the scaled scores, broadcastable to [b, h, s, t]."""
+        masks.one_of("core_attention_bias_type", kind, BIAS_TYPES)
+        if (bias is not None) != (kind in ("pre_scale_bias", "post_scale_bias")):
+            raise ValueError(
+                f"core_attention_bias_type {kind!r} {'takes no' if bias is not None else 'needs a'} core_attention_bias."
+            )
+        if slopes is not None and kind != "alibi":
+            raise ValueError(f"alibi_slopes are given, but core_attention_bias_type is {kind!r}: use 'alibi'.")
+        if kind == "alibi":
+            if slopes is None:
+                slopes = masks.default_alibi_slopes(self.num_attention_heads, q.device)
+            relative = masks.relative_positions(queries, keys, bottom_right, valid, q.device)
+            return masks.alibi_bias(slopes, relative)
+        if bias is not None and bias.dim() != 4:
+            raise ValueError(f"core_attention_bias must be broadcastable to [batch, heads, queries, keys], got {tuple(bias.shape)}.")
+        return bias * self.softmax_scale if kind == "pre_scale_bias" and bias is not None else bias
+
+
+def check_heads(heads: int, groups: int, tp_size: int) -> None:
+    """Heads must divide evenly into groups, and both over the tensor-parallel ranks."""
+    if heads <= 0 or groups <= 0 or heads % groups:
+        raise ValueError(f"num_attention_heads ({heads}) must be a multiple of num_gqa_groups ({groups}).")
+    if heads % tp_size or groups % tp_size:
+        raise ValueError(
+            f"num_attention_heads ({heads}) and num_gqa_groups ({groups}) must be multiples of the tensor-parallel size ({tp_size})."
+        )
+
+
+def _replayed(tracker: Any) -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
+    """Contexts for `checkpoint`: the recomputation draws from the random streams as they were the first time."""
+    before = copy.deepcopy(tracker.get_states())
+
+    @contextlib.contextmanager
+    def again() -> Iterator[None]:
+        now = copy.deepcopy(tracker.get_states())
+        tracker.set_states(before)
+        try:
+            yield
+        finally:
+            tracker.set_states(now)
+
+    return contextlib.nullcontext(), again()

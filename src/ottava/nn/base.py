@@ -1,0 +1,315 @@
+"""What all quantized modules share: parameters (split or whole), quantized weight copies, delayed-scaling state, input checks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ottava import torch_private
+from ottava.nn.core import Chain, Stage, StageTensors
+from ottava.quant.delayed import DelayedState, ScalingView
+from ottava.quant.quantizer import check_float, quantize_by_scheme
+from ottava.quant.recompute import forward_scale
+from ottava.quant.scheme import Scheme
+from ottava.quant.state import CURRENT
+from ottava.quant.tensor import QuantizedTensor
+from ottava.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
+
+InitMethod = Callable[[Tensor], Any]
+
+
+def default_device(device: torch.device | str | None) -> torch.device:
+    """`device` if given; else torch's default device if one was set, the GPU if there is one, the CPU."""
+    if device is not None:
+        return torch.device(device)
+    chosen = torch.get_default_device()
+    if chosen.type == "cpu" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return chosen
+
+
+def default_init(weight: Tensor) -> Tensor:
+    """Normal with a standard deviation of 0.023, TransformerEngine's default."""
+    return nn.init.normal_(weight, mean=0.0, std=0.023)
+
+
+def feature_multiple(recipe: Recipe) -> int:
+    """What the feature dimensions of a quantized GEMM must be a multiple of."""
+    return 32 if isinstance(recipe, MXFP8BlockScaling) else 16
+
+
+def quantized_stage(stage: Stage, recipe: Recipe, gated_backward: bool = False) -> Stage:
+    """`stage` with the schemes of `recipe`. gated_backward: its output's gradient comes from a gated activation."""
+    grad = Scheme.of(recipe, "grad")
+    # Gated gradients are rounded to the activation dtype before they are quantized (docs/numerics.md).
+    fused = Scheme(**{**vars(grad), "from_float32": grad.from_float32 and not gated_backward})
+    split = {"split_fprop": True, "split_dgrad": True, "split_wgrad": True}
+    if isinstance(recipe, Float8CurrentScaling | Float8BlockScaling):
+        split = {f"split_{g}": getattr(recipe, f"fp8_gemm_{g}").use_split_accumulator for g in ("fprop", "dgrad", "wgrad")}
+    elif isinstance(recipe, DelayedScaling):
+        split["split_fprop"] = False
+    return Stage(
+        **{
+            **vars(stage),
+            **split,
+            "input": str(Scheme.of(recipe, "input")),
+            "weight": str(Scheme.of(recipe, "weight")),
+            "grad": str(grad),
+            "fused_grad": str(fused),
+            "delayed": isinstance(recipe, DelayedScaling),
+            "backward": recipe.backward_override or "quantized",  # type: ignore[attr-defined]
+        }
+    )
+
+
+class QuantizedModule(nn.Module):
+    """Base of the modules that multiply by weights: `Linear`, `LayerNormLinear`, `LayerNormMLP`, `GroupedLinear`."""
+
+    _gated_stages: tuple[bool, ...] = (False,)
+    """For each stage, whether its output goes through a gated activation."""
+
+    def __init__(self, stages: int, device: torch.device, params_dtype: torch.dtype | None, name: str | None) -> None:
+        super().__init__()
+        self.name = name
+        self.params_dtype = params_dtype or torch.get_default_dtype()
+        self.device_at_init = device
+        self.delayed = DelayedState(stages, device=device)
+        self._weight_cache: dict[int, QuantizedTensor] = {}
+        self.wgrad_accumulation = False
+
+    # --------------------------------------------------------------------------------------------------------- parameters
+
+    def add_parameter(self, name: str, shape: tuple[int, ...], split: dict[str, int] | None = None) -> list[str]:
+        """Registers `name`, or one parameter a split (`query_weight`, ...), as slices of one buffer. Returns their names.
+
+        Slices of one buffer can be multiplied as one matrix without copying them together.
+        """
+        buffer = torch.empty(shape, dtype=self.params_dtype, device=self.device_at_init)
+        if not split:
+            self.register_parameter(name, nn.Parameter(buffer))
+            return [name]
+        names = []
+        for part, rows in zip(buffer.split(list(split.values())), split.items(), strict=True):
+            names.append(f"{rows[0].removesuffix('_')}_{name}")
+            self.register_parameter(names[-1], nn.Parameter(part))
+        return names
+
+    def initialize_weight(self, names: Iterable[str], init_method: InitMethod | None, fan: tuple[int, int]) -> None:
+        """Fills the weights; stores them in FP8 if the module is constructed inside `quantized_model_init`."""
+        for name in names:
+            weight = getattr(self, name)
+            if weight.is_meta:
+                continue
+            with torch.no_grad():
+                (init_method or default_init)(weight)
+            if CURRENT.init is not None:
+                setattr(self, name, _stored_quantized(weight, CURRENT.init.recipe, CURRENT.init.preserve, self.describe(name)))
+
+    def describe(self, name: str) -> str:
+        """How error messages call a parameter of this module."""
+        return f"{type(self).__name__}.{name}"
+
+    def joined(self, names: list[str]) -> Tensor:
+        """The parameters as one tensor: themselves, a view over their common buffer, or a concatenation."""
+        tensors = [getattr(self, name) for name in names]
+        if len(tensors) == 1:
+            return tensors[0]
+        if any(isinstance(t, QuantizedTensor) for t in tensors):
+            return torch.cat([t.dequantize() if isinstance(t, QuantizedTensor) else t for t in tensors])
+        if not torch.compiler.is_compiling() and not torch.jit.is_tracing() and _adjacent(tensors):
+            return _JoinAdjacent.apply(*tensors)
+        return torch.cat(tensors)
+
+    # ------------------------------------------------------------------------------------------------- delayed-scaling state
+
+    @property
+    def fp8_meta(self) -> dict[str, Any]:
+        """TransformerEngine's name for the delayed-scaling state: keys "scaling_fwd", "scaling_bwd", "recipe"."""
+        view: dict[str, Any] = {key: self.delayed.view(key) for key in ("scaling_fwd", "scaling_bwd")}
+        view["recipe"] = self.delayed.recipe
+        return view
+
+    def scaling(self, which: str) -> ScalingView:
+        """"scaling_fwd" or "scaling_bwd": live scale and amax history."""
+        return self.delayed.view(which)
+
+    # ------------------------------------------------------------------------------------------------------------- forward
+
+    def check_input(self, x: Tensor, features: int, weight: Tensor) -> Tensor:
+        """Checks dtype, device and last dimension; returns x in the dtype of `torch.autocast` if that is on."""
+        who = type(self).__name__ if self.name is None else f"{type(self).__name__} {self.name!r}"
+        if x.shape[-1] != features:
+            raise ValueError(f"{who} expects a last dimension of {features}, got an input of shape {tuple(x.shape)}.")
+        if x.device != weight.device:
+            raise ValueError(
+                f"{who} is on {weight.device} but its input is on {x.device}: move the input with .to({str(weight.device)!r}), "
+                f"or the module with .to({str(x.device)!r})."
+            )
+        check_float(x, f"The input of {who}")
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        return x
+
+    def check_features(self, **sizes: int) -> None:
+        """Raises if a feature dimension cannot be quantized by the recipe in force."""
+        recipe = CURRENT.recipe
+        if recipe is None or CURRENT.calibrating:
+            return
+        multiple = feature_multiple(recipe)
+        for name, size in sizes.items():
+            if size % multiple:
+                raise ValueError(
+                    f"{type(self).__name__}: {name}={size} must be a multiple of {multiple} to run with {type(recipe).__name__}; "
+                    f"the next one is {math.ceil(size / multiple) * multiple}. Pad it, or run this module with autocast(enabled=False)."
+                )
+
+    def prepare(self, stages: list[Stage]) -> tuple[Chain, Tensor | None]:
+        """Resolves `autocast` into a chain, and the forward scales where delayed scaling is on."""
+        recipe = None if CURRENT.calibrating else CURRENT.recipe
+        owner = self.delayed.id
+        if recipe is not None:
+            stages = [quantized_stage(s, recipe, gated) for s, gated in zip(stages, self._gated_stages, strict=True)]
+        delayed = isinstance(CURRENT.recipe, DelayedScaling)
+        if not delayed:
+            return Chain(tuple(stages)), None
+        scale, record = forward_scale(self.delayed)
+        if record:
+            self.delayed.touch(CURRENT.recipe, CURRENT.group)  # type: ignore[arg-type]
+        return Chain(tuple(stages), record, CURRENT.calibrating and record, owner), scale
+
+    def state(self, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+        """What `run_chain` takes as its state."""
+        if scale is None:
+            return None
+        d = self.delayed
+        return scale, d.fwd_amax_history, d.bwd_scale, d.bwd_amax_history
+
+    def stage_tensors(
+        self,
+        chain: Chain,
+        index: int,
+        weight: Tensor,
+        bias: Tensor | None,
+        scale: Tensor | None,
+        is_first_microbatch: bool | None,
+        gamma: Tensor | None = None,
+        beta: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> StageTensors:
+        """The tensors of stage `index`: quantizes its weight, or takes the copy cached by an earlier microbatch."""
+        stage = chain.stages[index]
+        if stage.weight is None:
+            plain = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
+            plain = plain if dtype is None or plain.dtype == dtype else plain.to(dtype)
+            return StageTensors(gamma, beta, plain, bias, None, None, None, None, None, None)
+        q = self._quantized_weight(chain, index, weight, scale, is_first_microbatch)
+        row = q.operand("rowwise")
+        col = q.operand("columnwise") if q.columnwise_data is not None else (None, None, None)
+        return StageTensors(gamma, beta, weight, bias, *row, *col)
+
+    def _quantized_weight(
+        self, chain: Chain, index: int, weight: Tensor, scale: Tensor | None, is_first_microbatch: bool | None
+    ) -> QuantizedTensor:
+        stage = chain.stages[index]
+        assert stage.weight is not None
+        if isinstance(weight, QuantizedTensor):
+            if weight.scheme.kind != Scheme.parse(stage.weight).kind:
+                raise ValueError(
+                    f"{type(self).__name__} stores its weight as {weight.scheme}, but the recipe of this autocast needs {stage.weight}: "
+                    "use the recipe that quantized_model_init was given."
+                )
+            return weight
+        if is_first_microbatch is False:
+            if index not in self._weight_cache:
+                raise ValueError("is_first_microbatch=False, but no earlier call had is_first_microbatch=True: no quantized weight is cached.")
+            cached = self._weight_cache[index]
+            if cached.scheme != Scheme.parse(stage.weight):
+                raise ValueError(f"The cached weight is {cached.scheme}, but the recipe now needs {stage.weight}: pass is_first_microbatch=True.")
+            return cached
+        weight_scale = scale[3 * index + 1 : 3 * index + 2] if stage.delayed else None  # type: ignore[index]
+        columnwise = torch.is_grad_enabled() and stage.backward == "quantized"
+        q = quantize_by_scheme(weight, Scheme.parse(stage.weight), weight_scale, None, True, columnwise)
+        if stage.delayed and chain.record:
+            torch.ops.ottava.record_amax_(self.delayed.fwd_amax_history, q.amax, 3 * index + 1, 0)
+        if is_first_microbatch:
+            self._weight_cache[index] = q
+        return q
+
+    def accumulator(self, names: list[str]) -> Callable[[Tensor], None] | None:
+        """Adds a float32 weight gradient into `main_grad` of the parameters, if the module was asked to."""
+        if not self.wgrad_accumulation:
+            return None
+        parameters = [getattr(self, name) for name in names]
+        for name, parameter in zip(names, parameters, strict=True):
+            if getattr(parameter, "main_grad", None) is None:
+                raise ValueError(f"fuse_wgrad_accumulation=True needs {self.describe(name)}.main_grad: give it a float32 tensor of the weight's shape.")
+
+        def add(wgrad: Tensor) -> None:
+            for parameter, part in zip(parameters, wgrad.split([p.shape[0] for p in parameters]), strict=True):
+                parameter.main_grad.add_(part)
+                parameter.grad_added_to_main_grad = True
+
+        return add
+
+    def quantization_repr(self) -> str:
+        """What `extra_repr` says about quantization: the scheme of stored weights, or that of the recipe in force."""
+        stored = [p.scheme for p in self.parameters(recurse=False) if isinstance(p, QuantizedTensor)]
+        if stored:
+            return f"weights stored as {stored[0]}"
+        recipe = CURRENT.recipe
+        if recipe is None:
+            return "quantized by autocast"
+        parts = ", ".join(f"{role}: {str(Scheme.of(recipe, role)).removesuffix(':f32')}" for role in ("input", "weight", "grad"))
+        return f"{type(recipe).__name__}({parts})"
+
+
+def _stored_quantized(weight: Tensor, recipe: Recipe, preserve: bool, who: str) -> nn.Parameter:
+    """A parameter that holds FP8 bytes only. Per-tensor scales are computed from the values, also under delayed scaling."""
+    scheme = Scheme.of(recipe, "weight")
+    scheme = Scheme(**{**vars(scheme), "from_float32": False})
+    multiple = feature_multiple(recipe)
+    if weight.shape[0] % multiple or weight.shape[1] % multiple:
+        raise ValueError(f"{who} of shape {tuple(weight.shape)} cannot be stored by {type(recipe).__name__}: both sizes must be multiples of {multiple}.")
+    parameter = nn.Parameter(quantize_by_scheme(weight.detach(), scheme))
+    if preserve:
+        _preserve(parameter, weight.detach().cpu().clone())
+    return parameter
+
+
+def _preserve(parameter: Any, value: Tensor) -> None:
+    holder = [value]
+    parameter.get_high_precision_init_val = lambda: holder[0] if holder else None
+    parameter.clear_high_precision_init_val = holder.clear
+
+
+def _adjacent(tensors: list[Tensor]) -> bool:
+    """Whether the tensors lie behind one another in one storage."""
+    first = tensors[0]
+    if torch_private.is_fake(first):
+        return False
+    storage, offset = first.untyped_storage().data_ptr(), first.storage_offset()
+    for tensor in tensors:
+        if not tensor.is_contiguous() or tensor.untyped_storage().data_ptr() != storage or tensor.storage_offset() != offset:
+            return False
+        offset += tensor.numel()
+    return True
+
+
+class _JoinAdjacent(torch.autograd.Function):
+    """Concatenates adjacent tensors along the first dimension without a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.rows = [t.shape[0] for t in tensors]
+        first = tensors[0]
+        shape = (sum(ctx.rows), *first.shape[1:])
+        joined = first.new_empty(0)
+        return joined.set_(first.untyped_storage(), first.storage_offset(), shape)  # type: ignore[call-overload]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad.split(ctx.rows)

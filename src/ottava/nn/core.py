@@ -1,0 +1,396 @@
+"""The one autograd core: a chain of (producer -> GEMM) stages.
+
+    stage:  operand = quantize(produce(h));  h = operand @ weight.T + bias
+
+`Linear` is a chain of one stage whose producer is the identity, `LayerNormLinear` of one that normalizes, `LayerNormMLP` of two
+(norm, then activation). Shapes inside are 2-D: tokens M x features.
+
+What a stage keeps for its backward is the FP8 columnwise copy of its operand (one byte an element), plus the producer's own input
+where that has a derivative. With `recompute` the copy is made again from that input instead.
+
+[Note: three ways back] `Stage.backward` says how the backward GEMMs run: "quantized" quantizes the gradient and uses FP8 operands;
+"high_precision" keeps the operands in the activation dtype; "dequantized" turns the saved FP8 operands back first. A stage without
+schemes (`Stage.input is None`) is unquantized throughout and always goes back in high precision.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ottava.kernels.activation import get as get_activation
+from ottava.kernels.cast import Buffers
+
+ops = torch.ops.ottava
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A producer: LayerNorm or RMSNorm of the stage's input."""
+
+    kind: str
+    eps: float
+    zero_centered: bool
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Everything static about one stage. Schemes are strings (see `Scheme`); None: this stage is not quantized."""
+
+    norm: Norm | None = None
+    activation: str | None = None
+    input: str | None = None
+    weight: str | None = None
+    grad: str | None = None
+    fused_grad: str | None = None
+    """Scheme of a gradient that comes straight from the next stage's activation backward (its rounding may differ)."""
+    delayed: bool = False
+    """Scales are given; amax is recorded."""
+    split_fprop: bool = True
+    split_dgrad: bool = True
+    split_wgrad: bool = True
+    backward: str = "quantized"
+    recompute: bool = False
+    return_norm: bool = False
+    """Also return the norm's output, in the activation dtype."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The stages of one module, and where its delayed-scaling state records."""
+
+    stages: tuple[Stage, ...]
+    record: bool = False
+    """Record amax of forward tensors (not when recomputing or evaluating)."""
+    calibrate: bool = False
+    """Record amax of what an unquantized stage multiplies."""
+    owner: int = 0
+    """Id of the delayed-scaling state, for the update at the end of backward."""
+
+
+class StageTensors(NamedTuple):
+    """The tensors of one stage, in the order in which they are passed to the autograd Function."""
+
+    gamma: Tensor | None
+    beta: Tensor | None
+    weight: Tensor
+    """[N, K]; the autograd leaf. Only unquantized stages multiply with it."""
+    bias: Tensor | None
+    row: Tensor | None
+    row_scale: Tensor | None
+    row_amax: Tensor | None
+    col: Tensor | None
+    col_scale: Tensor | None
+    col_amax: Tensor | None
+
+
+class Saved(NamedTuple):
+    """What one stage keeps for its backward."""
+
+    source: Tensor | None
+    """The producer's input [M, K'], if backward needs it."""
+    mean: Tensor | None
+    rstd: Tensor | None
+    gamma: Tensor | None
+    beta: Tensor | None
+    data: Tensor | None
+    """The operand of wgrad: FP8 columnwise [K, M]; rowwise [M, K] for "dequantized"; or high precision [M, K]."""
+    scale: Tensor | None
+    amax: Tensor | None
+    w_data: Tensor | None
+    """The operand of dgrad: FP8 columnwise [K, N]; rowwise for "dequantized"; or the weight itself [N, K]."""
+    w_scale: Tensor | None
+    w_amax: Tensor | None
+
+
+_PER_STAGE, _PER_SAVED = len(StageTensors._fields), len(Saved._fields)
+
+
+# ---------------------------------------------------------------------------------------------------------------- producers
+
+
+def _statistics(stage: Stage, h: Tensor, t: StageTensors) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(mean, rstd, amax of the output where current scaling needs it) of the norm; Nones without one."""
+    if stage.norm is None:
+        return None, None, None
+    needs_amax = stage.input is not None and ":tensor" in stage.input and not stage.delayed
+    mean, rstd, amax = ops.norm_stats(
+        h, t.gamma, t.beta, stage.norm.kind, stage.norm.eps, stage.norm.zero_centered, needs_amax
+    )
+    return mean, rstd, amax if needs_amax else None
+
+
+def _produce(stage: Stage, h: Tensor, gamma: Tensor | None, beta: Tensor | None, mean: Tensor | None, rstd: Tensor | None) -> Tensor:
+    """The stage's operand in the activation dtype [M, K]."""
+    if stage.norm is not None:
+        return ops.norm_apply(h, gamma, beta, mean, rstd, stage.norm.zero_centered, h.dtype)
+    return h if stage.activation is None else ops.activation(h, stage.activation)
+
+
+def _produce_quantized(
+    stage: Stage,
+    h: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    rowwise: bool,
+    columnwise: bool,
+) -> Buffers:
+    """The stage's operand, quantized, without a high-precision copy in between."""
+    args = (stage.input, scale, amax, rowwise, columnwise)
+    if stage.norm is not None:
+        return Buffers(*ops.norm_quantize(h, gamma, beta, mean, rstd, stage.norm.zero_centered, *args))
+    if stage.activation is not None:
+        return Buffers(*ops.activation_quantize(h, stage.activation, *args))
+    return Buffers(*ops.quantize(h, *args))
+
+
+# ------------------------------------------------------------------------------------------------------------------ forward
+
+
+def _forward_quantized(
+    stage: Stage, h: Tensor, t: StageTensors, scale: Tensor | None, keep: bool
+) -> tuple[Tensor, Saved, Tensor | None, Tensor]:
+    """-> (output, saved, norm output if asked for, amax of the operand). keep: a backward pass will come."""
+    mean, rstd, amax = _statistics(stage, h, t)
+    norm_out = _produce(stage, h, t.gamma, t.beta, mean, rstd) if stage.return_norm else None
+    columnwise = keep and stage.backward == "quantized" and not stage.recompute
+    if norm_out is not None:  # it exists anyway: quantize the rounded tensor
+        q = Buffers(*ops.quantize(norm_out, stage.input, scale, amax, True, columnwise))
+    else:
+        q = _produce_quantized(stage, h, t.gamma, t.beta, mean, rstd, scale, amax, True, columnwise)
+    out = ops.scaled_mm(
+        q.rowwise_data, q.rowwise_scale_inv, q.rowwise_amax, t.row, t.row_scale, t.row_amax,
+        stage.input, stage.weight, t.bias, h.dtype, stage.split_fprop,
+    )  # fmt: skip
+    operand: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
+    if columnwise:
+        operand = (q.columnwise_data, q.columnwise_scale_inv, q.columnwise_amax)
+    elif stage.backward == "dequantized" and not stage.recompute:
+        operand = (q.rowwise_data, q.rowwise_scale_inv, q.rowwise_amax)
+    elif stage.backward == "high_precision" and not stage.recompute:
+        operand = (norm_out if norm_out is not None else _produce(stage, h, t.gamma, t.beta, mean, rstd), None, None)
+    if stage.backward == "quantized":
+        w_operand = (t.col, t.col_scale, t.col_amax)
+    elif stage.backward == "dequantized":
+        w_operand = (t.row, t.row_scale, t.row_amax)
+    else:
+        w_operand = (t.weight, None, None)
+    needs_source = stage.norm is not None or stage.activation is not None or stage.recompute
+    saved = Saved(h if needs_source else None, mean, rstd, t.gamma, t.beta, *operand, *w_operand)
+    return out, saved, norm_out, q.rowwise_amax
+
+
+def _forward_plain(stage: Stage, h: Tensor, t: StageTensors) -> tuple[Tensor, Saved, Tensor | None, Tensor]:
+    """The same in the activation dtype; returns the operand in place of its amax."""
+    mean, rstd, _ = _statistics(stage, h, t)
+    operand = _produce(stage, h, t.gamma, t.beta, mean, rstd)
+    out = ops.mm(operand, t.weight, t.bias, h.dtype)
+    needs_source = stage.norm is not None or stage.activation is not None
+    saved = Saved(
+        h if needs_source or stage.recompute else None, mean, rstd, t.gamma, t.beta,
+        None if stage.recompute else operand, None, None, t.weight, None, None,
+    )  # fmt: skip
+    return out, saved, operand if stage.return_norm else None, operand
+
+
+# ----------------------------------------------------------------------------------------------------------------- backward
+
+
+class Gradient(NamedTuple):
+    """A gradient [M, N] on its way back: in high precision, or already quantized by the kernel that produced it."""
+
+    value: Tensor | None
+    quantized: Buffers | None = None
+    column_sum: Tensor | None = None
+    """Sum over rows, if the producing kernel was asked for it."""
+
+
+def _wgrad_operand(stage: Stage, s: Saved, scale: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The saved operand of wgrad, or a new one from the producer's input if the stage recomputes."""
+    if s.data is None and stage.backward == "quantized" and stage.input is not None:
+        assert s.source is not None
+        amax = None
+        if stage.return_norm:
+            h = _produce(stage, s.source, s.gamma, s.beta, s.mean, s.rstd)
+            q = Buffers(*ops.quantize(h, stage.input, scale, amax, False, True))
+        else:
+            q = _produce_quantized(stage, s.source, s.gamma, s.beta, s.mean, s.rstd, scale, amax, False, True)
+        return q.columnwise_data, q.columnwise_scale_inv, q.columnwise_amax
+    if stage.backward == "dequantized" and stage.input is not None:
+        if s.data is None:
+            assert s.source is not None
+            q = _produce_quantized(stage, s.source, s.gamma, s.beta, s.mean, s.rstd, scale, None, True, False)
+            return ops.dequantize(q.rowwise_data, q.rowwise_scale_inv, q.rowwise_amax, stage.input, dtype), None, None
+        return ops.dequantize(s.data, s.scale, s.amax, stage.input, dtype), None, None
+    if s.data is None:
+        assert s.source is not None
+        return _produce(stage, s.source, s.gamma, s.beta, s.mean, s.rstd), None, None
+    return s.data, s.scale, s.amax
+
+
+def _dgrad_operand(stage: Stage, s: Saved, dtype: torch.dtype) -> Tensor:
+    """The weight in high precision [N, K], for a stage that does not go back quantized."""
+    assert s.w_data is not None
+    if stage.backward == "dequantized" and stage.weight is not None:
+        return ops.dequantize(s.w_data, s.w_scale, s.w_amax, stage.weight, dtype)
+    return s.w_data.dequantize().to(dtype) if hasattr(s.w_data, "scheme") else s.w_data
+
+
+def _gemms(
+    stage: Stage, s: Saved, grad: Gradient, scale: Tensor | None, needs: tuple[bool, bool], dtypes: tuple[torch.dtype, torch.dtype]
+) -> tuple[Tensor | None, Tensor | None]:
+    """(dgrad [M, K], wgrad [N, K]), each only if needed. dtypes: of activations and of the weight gradient."""
+    needs_dgrad, needs_wgrad = needs
+    activation_dtype, weight_dtype = dtypes
+    dgrad = wgrad = None
+    if stage.grad is None or stage.backward != "quantized":
+        dy = grad.value
+        assert dy is not None
+        if needs_dgrad:
+            dgrad = ops.mm(dy, _dgrad_operand(stage, s, activation_dtype).t(), None, activation_dtype)
+        if needs_wgrad:
+            operand = _wgrad_operand(stage, s, scale, activation_dtype)[0]
+            wgrad = ops.mm(dy.t(), operand.t(), None, weight_dtype)
+        return dgrad, wgrad
+    q = grad.quantized
+    assert q is not None
+    if needs_dgrad:
+        dgrad = ops.scaled_mm(
+            q.rowwise_data, q.rowwise_scale_inv, q.rowwise_amax, s.w_data, s.w_scale, s.w_amax,
+            stage.grad, stage.weight, None, activation_dtype, stage.split_dgrad,
+        )  # fmt: skip
+    if needs_wgrad:
+        operand, operand_scale, operand_amax = _wgrad_operand(stage, s, scale, activation_dtype)
+        wgrad = ops.scaled_mm(
+            q.columnwise_data, q.columnwise_scale_inv, q.columnwise_amax, operand, operand_scale, operand_amax,
+            stage.grad, stage.input, None, weight_dtype, stage.split_wgrad,
+        )  # fmt: skip
+    return dgrad, wgrad
+
+
+def _quantizes_gradient(stage: Stage) -> bool:
+    return stage.grad is not None and stage.backward == "quantized"
+
+
+class _ChainFunction(torch.autograd.Function):
+    """Runs a chain. Inputs: see `run_chain`."""
+
+    @staticmethod
+    def forward(ctx: Any, chain: Chain, accumulators: Any, keep: bool, h: Tensor, *flat: Any) -> Any:
+        fwd_scale, fwd_history, bwd_scale, bwd_history = flat[-4:]
+        saved: list[Tensor | None] = []
+        norm_out = None
+        for i, stage in enumerate(chain.stages):
+            t = StageTensors(*flat[i * _PER_STAGE : (i + 1) * _PER_STAGE])
+            if stage.input is None:
+                h, kept, norm, operand = _forward_plain(stage, h, t)
+                if chain.calibrate:
+                    ops.record_amax_(fwd_history, ops.amax(operand), 3 * i, 0)
+                    ops.record_amax_(fwd_history, ops.amax(t.weight), 3 * i + 1, 0)
+            else:
+                scale = fwd_scale[3 * i : 3 * i + 1] if stage.delayed else None
+                h, kept, norm, amax = _forward_quantized(stage, h, t, scale, keep)
+                if stage.delayed and chain.record:
+                    ops.record_amax_(fwd_history, amax, 3 * i, 0)
+            norm_out = norm if norm is not None else norm_out
+            saved.extend(kept)
+        delayed = any(stage.delayed for stage in chain.stages)
+        recompute_scale = fwd_scale.clone() if delayed and any(stage.recompute for stage in chain.stages) else None
+        ctx.save_for_backward(*saved, recompute_scale, bwd_scale if delayed else None, bwd_history if delayed else None)
+        ctx.chain, ctx.accumulators = chain, accumulators
+        ctx.weight_dtypes = tuple(flat[i * _PER_STAGE + 2].dtype for i in range(len(chain.stages)))
+        return (h, norm_out) if chain.stages[0].return_norm else h
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, dnorm: Tensor | None = None) -> Any:
+        *flat, fwd_scale, bwd_scale, bwd_history = ctx.saved_tensors
+        chain: Chain = ctx.chain
+        grads: list[Tensor | None] = [None] * (len(chain.stages) * _PER_STAGE + 4)
+        grad = Gradient(dy if dy.is_contiguous() else dy.contiguous())
+        for i in reversed(range(len(chain.stages))):
+            stage = chain.stages[i]
+            s = Saved(*flat[i * _PER_SAVED : (i + 1) * _PER_SAVED])
+            needs = ctx.needs_input_grad[4 + i * _PER_STAGE : 4 + (i + 1) * _PER_STAGE]
+            scale = fwd_scale[3 * i : 3 * i + 1] if fwd_scale is not None else None
+            grad = _quantize_gradient(chain, i, grad, bwd_scale, bwd_history)
+            if needs[3]:
+                grads[i * _PER_STAGE + 3] = grad.column_sum if grad.column_sum is not None else ops.column_sum(grad.value)
+            accumulate = ctx.accumulators[i] if ctx.accumulators is not None else None
+            weight_dtype = torch.float32 if accumulate is not None else ctx.weight_dtypes[i]
+            needs_dgrad = i > 0 or ctx.needs_input_grad[3] or needs[0] or needs[1]
+            dgrad, wgrad = _gemms(stage, s, grad, scale, (needs_dgrad, needs[2]), (dy.dtype, weight_dtype))
+            if accumulate is not None and wgrad is not None:
+                wgrad = accumulate(wgrad)
+            grads[i * _PER_STAGE + 2] = wgrad
+            if dgrad is None:
+                return None, None, None, None, *grads
+            if stage.norm is not None:
+                dgrad = dgrad if dnorm is None else dgrad + dnorm
+                dx, dgamma, dbeta = ops.norm_backward(
+                    dgrad, s.source, s.gamma, s.mean, s.rstd, stage.norm.zero_centered, s.beta is not None
+                )
+                grads[i * _PER_STAGE] = dgamma
+                grads[i * _PER_STAGE + 1] = dbeta if s.beta is not None else None
+                grad = Gradient(dx)
+            elif stage.activation is not None:
+                needs_bias = i > 0 and ctx.needs_input_grad[4 + (i - 1) * _PER_STAGE + 3]
+                grad = _activation_backward(chain, i, dgrad, s, bwd_scale, needs_bias)
+            else:
+                grad = Gradient(dgrad)
+        return None, None, None, grad.value, *grads
+
+
+def _quantize_gradient(chain: Chain, i: int, grad: Gradient, bwd_scale: Tensor | None, bwd_history: Tensor | None) -> Gradient:
+    """Quantizes the gradient of stage i's output if the stage wants it, and records its amax."""
+    stage = chain.stages[i]
+    if not _quantizes_gradient(stage):
+        return grad
+    if grad.quantized is None:
+        scale = bwd_scale[2 * i : 2 * i + 1] if stage.delayed else None  # type: ignore[index]
+        q = Buffers(*ops.quantize(grad.value, stage.grad, scale, None, True, True))
+        grad = Gradient(grad.value, q, grad.column_sum)
+    if stage.delayed:
+        assert grad.quantized is not None
+        ops.record_amax_(bwd_history, grad.quantized.rowwise_amax, 2 * i, chain.owner)
+    return grad
+
+
+def _activation_backward(chain: Chain, i: int, dgrad: Tensor, s: Saved, bwd_scale: Tensor | None, needs_bias: bool) -> Gradient:
+    """Through stage i's activation; straight into quantized form if the stage before takes it so."""
+    name = chain.stages[i].activation
+    before = chain.stages[i - 1] if i > 0 else None
+    if before is None or not _quantizes_gradient(before):
+        return Gradient(ops.activation_backward(dgrad, s.source, name))
+    scale = bwd_scale[2 * (i - 1) : 2 * (i - 1) + 1] if before.delayed else None  # type: ignore[index]
+    *q, column_sum = ops.activation_backward_quantize(
+        dgrad, s.source, name, before.fused_grad or before.grad, scale, None, True, True, needs_bias
+    )
+    return Gradient(None, Buffers(*q), column_sum if needs_bias else None)
+
+
+def run_chain(
+    chain: Chain,
+    x: Tensor,
+    stages: list[StageTensors],
+    state: tuple[Tensor, Tensor, Tensor, Tensor] | None,
+    accumulators: tuple | None = None,
+) -> Any:
+    """Runs `chain` on x [M, K]. state: (fwd_scale, fwd_history, bwd_scale, bwd_history) where delayed scaling needs it.
+
+    Returns [M, N], or ([M, N], norm output [M, K]) if the first stage returns it.
+    """
+    flat = [tensor for stage in stages for tensor in stage]
+    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *flat))
+    return _ChainFunction.apply(chain, accumulators, keep, x, *flat, *(state or (None, None, None, None)))
+
+
+def gated(activation: str) -> bool:
+    """Whether the activation takes two halves and returns one."""
+    return get_activation(activation).gated

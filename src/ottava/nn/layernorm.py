@@ -1,0 +1,125 @@
+"""`LayerNorm` and `RMSNorm`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ottava.nn.base import default_device
+from ottava.quant.quantizer import check_float
+
+ops = torch.ops.ottava
+
+
+class _NormFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor | None, kind: str, eps: float, zero_centered: bool) -> Tensor:
+        mean, rstd, _ = ops.norm_stats(x, gamma, beta, kind, eps, zero_centered, False)
+        ctx.save_for_backward(x, gamma, mean, rstd)
+        ctx.zero_centered, ctx.has_beta = zero_centered, beta is not None
+        return ops.norm_apply(x, gamma, beta, mean, rstd, zero_centered, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, gamma, mean, rstd = ctx.saved_tensors
+        dx, dgamma, dbeta = ops.norm_backward(dy.contiguous(), x, gamma, mean, rstd, ctx.zero_centered, ctx.has_beta)
+        return dx, dgamma, dbeta if ctx.has_beta else None, None, None, None
+
+
+class _Norm(nn.Module):
+    kind: str
+
+    def __init__(
+        self,
+        normalized_shape: int | tuple[int, ...] | list[int] | None,
+        eps: float,
+        sequence_parallel: bool,
+        params_dtype: torch.dtype | None,
+        zero_centered_gamma: bool,
+        device: torch.device | str | None,
+        hidden_size: int | None,
+        bias: bool,
+    ) -> None:
+        super().__init__()
+        shape = hidden_size if normalized_shape is None else normalized_shape
+        if shape is None:
+            raise ValueError(f"{type(self).__name__} needs normalized_shape, the size of the dimension to normalize.")
+        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        self.normalized_shape = sizes
+        self.features = int(torch.Size(sizes).numel())
+        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
+        self.sequence_parallel = sequence_parallel
+        options: dict[str, Any] = {"dtype": params_dtype or torch.get_default_dtype(), "device": default_device(device)}
+        self.weight = nn.Parameter(torch.empty(sizes, **options))
+        self.bias = nn.Parameter(torch.empty(sizes, **options)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Gain 1 (stored as 0 if zero-centered), bias 0."""
+        with torch.no_grad():
+            self.weight.fill_(0.0 if self.zero_centered_gamma else 1.0)
+            if self.bias is not None:
+                self.bias.zero_()
+
+    def forward(self, inp: Tensor) -> Tensor:
+        """Normalizes over the last dimension(s). inp [..., *normalized_shape]."""
+        count = len(self.normalized_shape)
+        if tuple(inp.shape[-count:]) != self.normalized_shape:
+            raise ValueError(f"{type(self).__name__} expects last dimension(s) {self.normalized_shape}, got an input of shape {tuple(inp.shape)}.")
+        if inp.device != self.weight.device:
+            raise ValueError(f"{type(self).__name__} is on {self.weight.device} but its input is on {inp.device}: move one of them.")
+        check_float(inp, f"The input of {type(self).__name__}")
+        rows = inp.reshape(-1, self.features)
+        beta = None if self.bias is None else self.bias.reshape(-1)
+        y = _NormFunction.apply(rows, self.weight.reshape(-1), beta, self.kind, self.eps, self.zero_centered_gamma)
+        return y.reshape(inp.shape)
+
+    def extra_repr(self) -> str:
+        """Shown when a model is printed."""
+        return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
+
+
+class LayerNorm(_Norm):
+    """Layer normalization over the last dimension(s), computed in float32.
+
+    >>> ottava.LayerNorm(128)(torch.randn(4, 128)).shape
+    torch.Size([4, 128])
+    """
+
+    kind = "LayerNorm"
+
+    def __init__(
+        self,
+        normalized_shape: int | tuple[int, ...] | list[int] | None = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(normalized_shape, eps, sequence_parallel, params_dtype, zero_centered_gamma, device, hidden_size, bias=True)
+
+
+class RMSNorm(_Norm):
+    """Root-mean-square normalization over the last dimension(s), computed in float32.
+
+    >>> ottava.RMSNorm(128)(torch.randn(4, 128)).shape
+    torch.Size([4, 128])
+    """
+
+    kind = "RMSNorm"
+
+    def __init__(
+        self,
+        normalized_shape: int | tuple[int, ...] | list[int] | None = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(normalized_shape, eps, sequence_parallel, params_dtype, zero_centered_gamma, device, hidden_size, bias=False)

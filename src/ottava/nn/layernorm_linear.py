@@ -1,0 +1,125 @@
+"""`LayerNormLinear`: norm, then a linear layer, with the norm's output quantized as it is computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ottava.nn.base import InitMethod, QuantizedModule, default_device
+from ottava.nn.core import Norm, Stage, run_chain
+from ottava.nn.options import OverlapOptions, ParallelOptions, check_norm, check_recompute, normalize_split, refuse_delayed_wgrad
+
+
+class LayerNormLinear(QuantizedModule):
+    """`y = norm(x) @ weight.T + bias`, with LayerNorm or RMSNorm.
+
+    Arguments are TransformerEngine's. With `recompute="selective"` the norm's FP8 output is made again in backward instead of kept.
+
+        >>> layer = ottava.LayerNormLinear(128, 256, normalization="RMSNorm", bias=False)
+        >>> layer(torch.randn(4, 128)).shape
+        torch.Size([4, 256])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Any = None,
+        init_method: InitMethod | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        parameters_split: dict[str, int] | tuple[str, ...] | None = None,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | None = None,
+        ub_bulk_wgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        name: str | None = None,
+        recompute: str = "none",
+    ) -> None:
+        super().__init__(1, default_device(device), params_dtype, name)
+        refuse_delayed_wgrad(delay_wgrad_compute)
+        self.parallel = ParallelOptions(tp_group, tp_size, sequence_parallel, parallel_mode, get_rng_state_tracker)
+        self.overlap = OverlapOptions(
+            ub_overlap_ag, False, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad, ub_name, symmetric_ar_type
+        )
+        self.in_features, self.out_features = in_features, out_features
+        self.normalization = check_norm(normalization)
+        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
+        self.use_bias, self.return_bias = bias, return_bias
+        self.return_layernorm_output = return_layernorm_output
+        # With one rank the gathered output is the output: nothing more to do.
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered
+        self.wgrad_accumulation = fuse_wgrad_accumulation
+        self.recompute = check_recompute(recompute)
+        self.init_method = init_method
+        self.add_parameter("layer_norm_weight", (in_features,))
+        self.layer_norm_bias: torch.nn.Parameter | None
+        if normalization == "LayerNorm":
+            self.add_parameter("layer_norm_bias", (in_features,))
+        else:
+            self.layer_norm_bias = None
+        split = normalize_split(parameters_split, out_features)
+        self.weight_names = self.add_parameter("weight", (out_features, in_features), split)
+        self.bias_names = self.add_parameter("bias", (out_features,), split) if bias else []
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the weights anew, resets gain and biases, and forgets delayed-scaling history."""
+        self.initialize_weight(self.weight_names, self.init_method, (self.out_features, self.in_features))
+        with torch.no_grad():
+            self.layer_norm_weight.fill_(0.0 if self.zero_centered_gamma else 1.0)
+            for name in self.bias_names:
+                getattr(self, name).zero_()
+            if self.layer_norm_bias is not None:
+                self.layer_norm_bias.zero_()
+        self.delayed.reset()
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_grad: bool = False, fp8_output: bool = False) -> Any:
+        """inp [..., in_features] -> output, or (output, bias), (output, norm output), (output, bias, norm output) as asked for."""
+        if fp8_output or fp8_grad:
+            raise ValueError("fp8_output and fp8_grad are not offered: modules hand each other tensors in the activation dtype.")
+        weight = self.joined(self.weight_names)
+        x = self.check_input(inp, self.in_features, weight)
+        bias = self.joined(self.bias_names) if self.use_bias else None
+        self.check_features(in_features=self.in_features, out_features=self.out_features)
+        norm = Norm(self.normalization, self.eps, self.zero_centered_gamma)
+        chain, scale = self.prepare([Stage(norm, recompute=self.recompute, return_norm=self.return_layernorm_output)])
+        tensors = self.stage_tensors(
+            chain, 0, weight, None if self.return_bias else bias, scale, is_first_microbatch,
+            self.layer_norm_weight, self.layer_norm_bias, x.dtype,
+        )  # fmt: skip
+        accumulate = self.accumulator(self.weight_names)
+        out = run_chain(
+            chain, x.reshape(-1, self.in_features), [tensors], self.state(scale), (accumulate,) if accumulate else None
+        )
+        y, norm_out = out if self.return_layernorm_output else (out, None)
+        result: tuple[Any, ...] = (y.reshape(*x.shape[:-1], self.out_features),)
+        if self.return_bias:
+            result += (bias,)
+        if self.return_layernorm_output:
+            result += (norm_out.reshape(x.shape),)
+        return result if len(result) > 1 else result[0]
+
+    def extra_repr(self) -> str:
+        """Shown when a model is printed."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}, "
+            f"normalization={self.normalization}, {self.quantization_repr()}"
+        )

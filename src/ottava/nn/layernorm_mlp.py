@@ -1,0 +1,143 @@
+"""`LayerNormMLP`: norm, fc1, activation, fc2, as one chain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ottava.nn.base import InitMethod, QuantizedModule, default_device
+from ottava.nn.core import Norm, Stage, gated, run_chain
+from ottava.nn.options import OverlapOptions, ParallelOptions, check_norm, check_recompute, refuse_delayed_wgrad
+
+
+class LayerNormMLP(QuantizedModule):
+    """`fc2(activation(fc1(norm(x))))`. Gated activations (swiglu, geglu, ...) double fc1's width.
+
+    Arguments are TransformerEngine's. With `recompute="selective"` (or TransformerEngine's `checkpoint=True`) the norm's and the
+    activation's outputs are made again in backward instead of kept.
+
+        >>> mlp = ottava.LayerNormMLP(128, 512, activation="swiglu", normalization="RMSNorm", bias=False)
+        >>> mlp(torch.randn(4, 128)).shape, mlp.fc1_weight.shape
+        (torch.Size([4, 128]), torch.Size([1024, 128]))
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        return_bias: bool = False,
+        get_rng_state_tracker: Any = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        init_method: InitMethod | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        activation: str = "gelu",
+        activation_params: dict[str, Any] | None = None,
+        output_layer_init_method: InitMethod | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        params_dtype: torch.dtype | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        set_parallel_mode: bool = False,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | None = None,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        name: str | None = None,
+        checkpoint: bool = False,
+        recompute: str = "none",
+    ) -> None:
+        super().__init__(2, default_device(device), params_dtype, name)
+        refuse_delayed_wgrad(delay_wgrad_compute)
+        if activation_params:
+            raise ValueError(f"activation_params={activation_params!r}: {activation!r} takes no parameters.")
+        mode = "column" if set_parallel_mode else None
+        self.parallel = ParallelOptions(tp_group, tp_size, sequence_parallel, mode, get_rng_state_tracker)
+        self.overlap = OverlapOptions(
+            ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad, None, symmetric_ar_type
+        )
+        self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
+        self.normalization = check_norm(normalization)
+        self.activation = activation
+        self._gated_stages = (gated(activation), False)
+        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
+        self.use_bias, self.return_bias = bias, return_bias
+        self.return_layernorm_output = return_layernorm_output
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered
+        self.wgrad_accumulation = fuse_wgrad_accumulation
+        self.recompute = check_recompute(recompute) or checkpoint
+        self.init_method, self.output_layer_init_method = init_method, output_layer_init_method
+        self.add_parameter("layer_norm_weight", (hidden_size,))
+        self.layer_norm_bias: torch.nn.Parameter | None
+        self.fc1_bias: torch.nn.Parameter | None
+        self.fc2_bias: torch.nn.Parameter | None
+        if normalization == "LayerNorm":
+            self.add_parameter("layer_norm_bias", (hidden_size,))
+        else:
+            self.layer_norm_bias = None
+        fc1_width = 2 * ffn_hidden_size if gated(activation) else ffn_hidden_size
+        self.add_parameter("fc1_weight", (fc1_width, hidden_size))
+        self.add_parameter("fc2_weight", (hidden_size, ffn_hidden_size))
+        if bias:
+            self.add_parameter("fc1_bias", (fc1_width,))
+            self.add_parameter("fc2_bias", (hidden_size,))
+        else:
+            self.fc1_bias = self.fc2_bias = None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the weights anew, resets gain and biases, and forgets delayed-scaling history."""
+        self.initialize_weight(["fc1_weight"], self.init_method, (self.ffn_hidden_size, self.hidden_size))
+        self.initialize_weight(["fc2_weight"], self.output_layer_init_method, (self.hidden_size, self.ffn_hidden_size))
+        with torch.no_grad():
+            self.layer_norm_weight.fill_(0.0 if self.zero_centered_gamma else 1.0)
+            for bias in (self.layer_norm_bias, self.fc1_bias, self.fc2_bias):
+                if bias is not None:
+                    bias.zero_()
+        self.delayed.reset()
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        """inp [..., hidden] -> output, or (output, bias), (output, norm output), (output, bias, norm output) as asked for."""
+        x = self.check_input(inp, self.hidden_size, self.fc1_weight)
+        self.check_features(hidden_size=self.hidden_size, ffn_hidden_size=self.ffn_hidden_size)
+        norm = Norm(self.normalization, self.eps, self.zero_centered_gamma)
+        chain, scale = self.prepare(
+            [
+                Stage(norm, recompute=self.recompute, return_norm=self.return_layernorm_output),
+                Stage(activation=self.activation, recompute=self.recompute),
+            ]
+        )
+        fc1 = self.stage_tensors(
+            chain, 0, self.fc1_weight, self.fc1_bias, scale, is_first_microbatch,
+            self.layer_norm_weight, self.layer_norm_bias, x.dtype,
+        )  # fmt: skip
+        fc2_bias = None if self.return_bias else self.fc2_bias
+        fc2 = self.stage_tensors(chain, 1, self.fc2_weight, fc2_bias, scale, is_first_microbatch, dtype=x.dtype)
+        accumulators = (self.accumulator(["fc1_weight"]), self.accumulator(["fc2_weight"])) if self.wgrad_accumulation else None
+        out = run_chain(chain, x.reshape(-1, self.hidden_size), [fc1, fc2], self.state(scale), accumulators)
+        y, norm_out = out if self.return_layernorm_output else (out, None)
+        result: tuple[Any, ...] = (y.reshape(x.shape),)
+        if self.return_bias:
+            result += (self.fc2_bias,)
+        if self.return_layernorm_output:
+            result += (norm_out.reshape(x.shape),)
+        return result if len(result) > 1 else result[0]
+
+    def extra_repr(self) -> str:
+        """Shown when a model is printed."""
+        return (
+            f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, bias={self.use_bias}, "
+            f"normalization={self.normalization}, activation={self.activation}, {self.quantization_repr()}"
+        )

@@ -1,0 +1,110 @@
+"""`Linear`: y = x @ weight.T + bias, quantized inside `autocast`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ottava.nn.base import InitMethod, QuantizedModule, default_device
+from ottava.nn.core import Stage, run_chain
+from ottava.nn.options import OverlapOptions, ParallelOptions, check_recompute, normalize_split, refuse_delayed_wgrad
+
+
+class Linear(QuantizedModule):
+    """Applies `y = x @ weight.T + bias`; inside `ottava.autocast` the three GEMMs of a training step run in FP8.
+
+    Arguments are TransformerEngine's. `parameters_split` ({"query": 64, "key": 64}, or names) gives separate parameters
+    (`query_weight`, ...). `recompute="selective"` keeps the input itself for backward instead of its FP8 copy, which saves memory
+    where another op keeps that input anyway.
+
+        >>> layer = ottava.Linear(128, 256, params_dtype=torch.bfloat16)
+        >>> with ottava.autocast(recipe=recipe.Float8CurrentScaling()):
+        ...     y = layer(torch.randn(32, 128, dtype=torch.bfloat16))
+        >>> y.shape
+        torch.Size([32, 256])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Any = None,
+        init_method: InitMethod | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        parameters_split: dict[str, int] | tuple[str, ...] | None = None,
+        device: torch.device | str | None = None,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        save_original_input: bool = False,
+        name: str | None = None,
+        recompute: str = "none",
+    ) -> None:
+        super().__init__(1, default_device(device), params_dtype, name)
+        refuse_delayed_wgrad(delay_wgrad_compute)
+        self.parallel = ParallelOptions(tp_group, tp_size, sequence_parallel, parallel_mode, get_rng_state_tracker)
+        self.overlap = OverlapOptions(
+            ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad, ub_name, symmetric_ar_type
+        )
+        self.in_features, self.out_features = in_features, out_features
+        self.use_bias, self.return_bias = bias, return_bias
+        self.wgrad_accumulation = fuse_wgrad_accumulation
+        self.recompute = check_recompute(recompute) or save_original_input
+        self.init_method = init_method
+        split = normalize_split(parameters_split, out_features)
+        self.weight_names = self.add_parameter("weight", (out_features, in_features), split)
+        self.bias_names = self.add_parameter("bias", (out_features,), split) if bias else []
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the weights anew, zeroes the biases and forgets delayed-scaling history."""
+        self.initialize_weight(self.weight_names, self.init_method, (self.out_features, self.in_features))
+        with torch.no_grad():
+            for name in self.bias_names:
+                getattr(self, name).zero_()
+        self.delayed.reset()
+
+    def forward(
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """inp [..., in_features] -> [..., out_features]; with `return_bias` the bias is returned instead of added.
+
+        is_first_microbatch: True quantizes the weight and keeps the copy, False uses the kept copy, None does neither.
+        """
+        if fp8_output or fp8_grad:
+            raise ValueError("fp8_output and fp8_grad are not offered: modules hand each other tensors in the activation dtype.")
+        weight = self.joined(self.weight_names)
+        x = self.check_input(inp, self.in_features, weight)
+        bias = self.joined(self.bias_names) if self.use_bias else None
+        self.check_features(in_features=self.in_features, out_features=self.out_features)
+        chain, scale = self.prepare([Stage(recompute=self.recompute)])
+        tensors = self.stage_tensors(
+            chain, 0, weight, None if self.return_bias else bias, scale, is_first_microbatch, dtype=x.dtype
+        )
+        accumulate = self.accumulator(self.weight_names)
+        rows = x.reshape(-1, self.in_features)
+        y = run_chain(chain, rows, [tensors], self.state(scale), (accumulate,) if accumulate else None)
+        y = y.reshape(*x.shape[:-1], self.out_features)
+        return (y, bias) if self.return_bias else y
+
+    def extra_repr(self) -> str:
+        """Shown when a model is printed."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}, {self.quantization_repr()}"

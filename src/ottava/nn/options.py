@@ -1,0 +1,75 @@
+"""Arguments that several modules take and check the same way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+RECOMPUTE_CHOICES = ("none", "selective")
+
+
+def check_recompute(recompute: str) -> bool:
+    """True for "selective"."""
+    if recompute not in RECOMPUTE_CHOICES:
+        raise ValueError(f"recompute must be one of {RECOMPUTE_CHOICES}, got {recompute!r}.")
+    return recompute == "selective"
+
+
+def normalize_split(split: dict[str, int] | tuple[str, ...] | list[str] | None, rows: int) -> dict[str, int] | None:
+    """`parameters_split` as {name: rows}: given so, or as names that share the rows evenly."""
+    if split is None:
+        return None
+    if not isinstance(split, dict):
+        names = list(split)
+        if not names or rows % len(names):
+            raise ValueError(f"parameters_split={tuple(split)!r} must divide {rows} output features evenly; give a dict of sizes instead.")
+        split = dict.fromkeys(names, rows // len(names))
+    if sum(split.values()) != rows:
+        raise ValueError(f"parameters_split={split!r} must add up to {rows} output features, adds up to {sum(split.values())}.")
+    return split
+
+
+def refuse_delayed_wgrad(delay_wgrad_compute: bool) -> None:
+    """TransformerEngine's split backward (`backward_dw`) is for pipeline schedules, which Ottava does not have yet."""
+    if delay_wgrad_compute:
+        raise ValueError("delay_wgrad_compute=True is not offered: weight gradients are computed in the backward pass.")
+
+
+@dataclass
+class ParallelOptions:
+    """Tensor-parallel arguments of a module, checked."""
+
+    group: Any
+    size: int
+    sequence_parallel: bool
+    mode: str | None
+    get_rng_state_tracker: Any
+
+    def __post_init__(self) -> None:
+        if self.mode not in (None, "column", "row"):
+            raise ValueError(f"parallel_mode must be None, 'column' or 'row', got {self.mode!r}.")
+        if self.size != 1:
+            raise ValueError(f"tp_size={self.size}: this module runs in one process; tensor parallelism needs tp_size=1 until a mesh is set.")
+
+
+@dataclass(frozen=True)
+class OverlapOptions:
+    """TransformerEngine's userbuffers switches: which collective may hide under which GEMM.
+
+    They change the schedule, never a value, so with one rank, where there is no collective to hide, they have no effect.
+    """
+
+    overlap_all_gather: bool
+    overlap_reduce_scatter: bool
+    overlap_reduce_scatter_dgrad: bool
+    bulk_dgrad: bool
+    bulk_wgrad: bool
+    name: str | None
+    symmetric_all_reduce: str | None = None
+
+
+def check_norm(normalization: str) -> str:
+    """`normalization` if it names a norm."""
+    if normalization not in ("LayerNorm", "RMSNorm"):
+        raise ValueError(f"normalization must be 'LayerNorm' or 'RMSNorm', got {normalization!r}.")
+    return normalization

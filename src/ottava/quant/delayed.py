@@ -1,0 +1,215 @@
+"""Delayed scaling: the amax history and scale of every quantized tensor of a module, and the two places that update them.
+
+The forward state is updated when the outermost `autocast` exits, the backward state when a backward pass ends. Both updates reduce
+the recorded amax over ranks in one batch. `record_amax_` is the only thing that writes in between: it raises row 0.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ottava import torch_private
+from ottava.quant.scaling import delayed_scale, delayed_update, roll_history
+from ottava.quant.state import CURRENT
+from ottava.recipe import DelayedScaling
+
+HISTORY_ROWS = 1024  # DelayedScaling's default window; a shorter window uses the first rows
+BUFFERS = ("fwd_scale", "fwd_amax_history", "bwd_scale", "bwd_amax_history", "previous_fwd_scale")
+FORWARD_COLUMNS, BACKWARD_COLUMNS = 3, 2  # a stage: (input, weight, output), (grad output, grad input)
+
+_BY_ID: weakref.WeakValueDictionary[int, DelayedState] = weakref.WeakValueDictionary()
+_PENDING: dict[int, list[DelayedState]] = defaultdict(list)  # backward pass -> states it has recorded into
+
+
+class ScalingView:
+    """What TransformerEngine calls `fp8_meta["scaling_fwd"]`: the live scale and amax history."""
+
+    def __init__(self, scale: Tensor, amax_history: Tensor) -> None:
+        self.scale = scale
+        self.amax_history = amax_history
+
+    @property
+    def scale_inv(self) -> Tensor:
+        """1 / scale."""
+        return torch.ones_like(self.scale) / self.scale
+
+
+class DelayedState(nn.Module):
+    """Registered buffers of fixed shape for `stages` quantized GEMMs.
+
+    fwd_scale [3 * stages], fwd_amax_history [rows, 3 * stages]; bwd_* the same with 2 columns a stage. They enter the state dict
+    once delayed scaling has been used, and a state dict without them loads all the same: the state then starts fresh.
+    """
+
+    fwd_scale: Tensor
+    fwd_amax_history: Tensor
+    bwd_scale: Tensor
+    bwd_amax_history: Tensor
+    previous_fwd_scale: Tensor
+
+    def __init__(self, stages: int, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.stages = stages
+        forward, backward = FORWARD_COLUMNS * stages, BACKWARD_COLUMNS * stages
+        self.register_buffer("fwd_scale", torch.ones(forward, device=device))
+        self.register_buffer("fwd_amax_history", torch.zeros(HISTORY_ROWS, forward, device=device))
+        self.register_buffer("bwd_scale", torch.ones(backward, device=device))
+        self.register_buffer("bwd_amax_history", torch.zeros(HISTORY_ROWS, backward, device=device))
+        # The scale that the last recorded forward used, for a recomputation that runs after the update.
+        self.register_buffer("previous_fwd_scale", torch.ones(forward, device=device), persistent=False)
+        self.used = False
+        self.recipe: DelayedScaling | None = None
+        self.group: Any = None
+        self.id = _next_id()
+        _BY_ID[self.id] = self
+
+    def reset(self) -> None:
+        """Back to the start: scales 1, histories 0."""
+        for scale in (self.fwd_scale, self.bwd_scale, self.previous_fwd_scale):
+            scale.fill_(1.0)
+        for history in (self.fwd_amax_history, self.bwd_amax_history):
+            history.zero_()
+
+    def extra_repr(self) -> str:
+        """Shown when a model is printed."""
+        return f"columns={FORWARD_COLUMNS * self.stages}+{BACKWARD_COLUMNS * self.stages}, used={self.used}"
+
+    def view(self, which: str) -> ScalingView:
+        """"scaling_fwd" or "scaling_bwd": scale and the rows of the history that the recipe uses."""
+        window = self.recipe.amax_history_len if self.recipe is not None else None
+        if which == "scaling_fwd":
+            return ScalingView(self.fwd_scale, self.fwd_amax_history[:window])
+        return ScalingView(self.bwd_scale, self.bwd_amax_history[:window])
+
+    def touch(self, recipe: DelayedScaling, group: Any) -> None:
+        """Called by a forward that records: the state will be updated when the outermost `autocast` exits."""
+        self._grow(recipe.amax_history_len)
+        self.recipe, self.group = recipe, group
+        self.used = True
+        CURRENT.touched.append(self)
+
+    def _grow(self, window: int) -> None:
+        rows = self.fwd_amax_history.shape[0]
+        if window <= rows:
+            return
+        if torch.compiler.is_compiling():
+            raise ValueError(
+                f"amax_history_len={window} is longer than the {rows} rows that were allocated: run one step without torch.compile first."
+            )
+        for name in ("fwd_amax_history", "bwd_amax_history"):
+            history = getattr(self, name)
+            setattr(self, name, torch.cat([history, history.new_zeros(window - rows, history.shape[1])]))
+
+    def scale_of_first_forward(self) -> Tensor:
+        """The forward scale that a recomputation must use: that of before the update, if there has been one since."""
+        return self.fwd_scale if any(s is self for s in CURRENT.touched) else self.previous_fwd_scale
+
+    # ---------------------------------------------------------------------------------------------------- saving, loading
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if self.used:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        present = [name for name in BUFFERS if prefix + name in state_dict]
+        if not present:
+            return
+        for name in present:
+            loaded, own = state_dict[prefix + name], getattr(self, name)
+            if loaded.dim() == own.dim() == 2 and loaded.shape[0] != own.shape[0] and loaded.shape[1] == own.shape[1]:
+                setattr(self, name, own.new_zeros(loaded.shape))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self.used = True
+
+
+_LAST_ID = [0]
+
+
+def _next_id() -> int:
+    _LAST_ID[0] += 1
+    return _LAST_ID[0]
+
+
+# ------------------------------------------------------------------------------------------------------------------ update
+
+
+def update_forward(states: list[DelayedState]) -> None:
+    """Reduces what the forward pass recorded and computes the next scales."""
+    _update(_unique(states), forward=True)
+
+
+def schedule_backward_update(owner: int) -> None:
+    """Queues the update of the state with this id at the end of the backward pass that runs now."""
+    state = _BY_ID.get(owner)
+    if state is None:
+        return
+    task = torch_private.backward_id()
+    if task == -1:  # called outside of a backward pass, as by a test of the op alone
+        return
+    if task not in _PENDING:
+        torch_private.at_end_of_backward(lambda: _update(_unique(_PENDING.pop(task, [])), forward=False))
+    _PENDING[task].append(state)
+
+
+def _unique(states: list[DelayedState]) -> list[DelayedState]:
+    return list({id(s): s for s in states}.values())
+
+
+def _update(states: list[DelayedState], forward: bool) -> None:
+    with torch.no_grad():
+        _reduce_amax([s for s in states if s.recipe is not None and s.recipe.reduce_amax], forward)
+        for state in states:
+            _step(state, forward)
+
+
+def _reduce_amax(states: list[DelayedState], forward: bool) -> None:
+    """MAX over each group, one collective a group for all its states."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    by_group: dict[Any, list[Tensor]] = defaultdict(list)
+    for state in states:
+        by_group[state.group].append((state.fwd_amax_history if forward else state.bwd_amax_history)[0])
+    for group, rows in by_group.items():
+        flat = torch.cat(rows)
+        torch.distributed.all_reduce(flat, op=torch.distributed.ReduceOp.MAX, group=group)
+        for row, reduced in zip(rows, flat.split([r.numel() for r in rows]), strict=True):
+            row.copy_(reduced)
+
+
+def _step(state: DelayedState, forward: bool) -> None:
+    recipe = state.recipe
+    assert recipe is not None
+    scale, history = (state.fwd_scale, state.fwd_amax_history) if forward else (state.bwd_scale, state.bwd_amax_history)
+    fp8_max = recipe.fp8_format.value.max_fwd if forward else recipe.fp8_format.value.max_bwd
+    if forward:
+        state.previous_fwd_scale.copy_(scale)
+    window = recipe.amax_history_len
+    if callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None:
+        _custom_step(recipe, history, scale, fp8_max)
+    else:
+        most_recent = recipe.amax_compute_algo == "most_recent"
+        torch.ops.ottava.delayed_update_(history, scale, window, fp8_max, recipe.margin, most_recent)
+
+
+def _custom_step(recipe: DelayedScaling, history: Tensor, scale: Tensor, fp8_max: float) -> None:
+    """The user's own functions in place of the built-in rules."""
+    used = history[: recipe.amax_history_len]
+    if callable(recipe.amax_compute_algo):
+        amax = recipe.amax_compute_algo(used)
+    else:
+        amax = used[0] if recipe.amax_compute_algo == "most_recent" else used.amax(dim=0)
+    if recipe.scaling_factor_compute_algo is not None:
+        limit = torch.full_like(scale, fp8_max)
+        fresh = recipe.scaling_factor_compute_algo(amax, scale.clone(), limit, recipe)
+    else:
+        fresh = delayed_scale(amax, scale, fp8_max, recipe.margin)
+    scale.copy_(fresh)
+    history.copy_(roll_history(history, recipe.amax_history_len))
+
+
+__all__ = ["DelayedState", "ScalingView", "delayed_update", "schedule_backward_update", "update_forward"]

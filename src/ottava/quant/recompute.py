@@ -1,0 +1,42 @@
+"""Recomputed forwards must quantize as the first one did: same scales, nothing recorded twice.
+
+A forward that runs inside a backward pass is a recomputation. `ottava.checkpoint` additionally keeps the scales of each
+checkpointed call, so that several microbatches may be in flight; with torch's own checkpoint the last call's scales are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ottava import torch_private
+from ottava.quant.delayed import DelayedState
+
+
+class _Recompute:
+    """What the innermost `ottava.checkpoint` is doing."""
+
+    def __init__(self) -> None:
+        self.stash: list[Tensor] | None = None
+        """First pass: scales are appended here, one a module call."""
+        self.replay: Iterator[Tensor] | None = None
+        """Recomputation: the same scales, in the same order."""
+
+
+RECOMPUTE = _Recompute()
+
+
+def forward_scale(state: DelayedState) -> tuple[Tensor, bool]:
+    """(the forward scales to use now [n], whether this forward records)."""
+    if torch.compiler.is_compiling():
+        return state.fwd_scale, torch.is_grad_enabled()
+    if RECOMPUTE.replay is not None:
+        return next(RECOMPUTE.replay), False
+    if RECOMPUTE.stash is not None:
+        RECOMPUTE.stash.append(state.fwd_scale.clone())
+        return state.fwd_scale, True
+    if torch_private.inside_backward():
+        return state.scale_of_first_forward(), False
+    return state.fwd_scale, torch.is_grad_enabled()

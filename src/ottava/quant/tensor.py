@@ -1,0 +1,305 @@
+"""`QuantizedTensor`: a tensor that is stored as bytes and scales.
+
+It is a dictionary of named plain tensors (its buffers) and a `Scheme` that says what they mean. Everything generic (moving,
+detaching, cloning, flattening for torch.compile, slicing, printing) is written once over the buffers.
+
+    >>> import torch, ottava
+    >>> from ottava import recipe
+    >>> q = ottava.quantize(torch.ones(2, 16), recipe.Float8CurrentScaling(), role="input")
+    >>> q.rowwise_data.shape, q.rowwise_scale_inv
+    (torch.Size([2, 16]), tensor([0.0022]))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ottava.quant.formats import NAN_BYTE
+from ottava.quant.scheme import Scheme
+
+BUFFER_NAMES = (
+    "rowwise_data",
+    "rowwise_scale_inv",
+    "columnwise_data",
+    "columnwise_scale_inv",
+    "rowwise_amax",
+    "columnwise_amax",
+)
+_ROWWISE = ("rowwise_data", "rowwise_scale_inv", "rowwise_amax")
+_COLUMNWISE = ("columnwise_data", "columnwise_scale_inv", "columnwise_amax")
+
+aten = torch.ops.aten
+
+
+class QuantizedTensor(torch.Tensor):
+    """Bytes, scales and a scheme that behave like the tensor of dtype `dtype` they stand for.
+
+    Reading ops that have no quantized form see the dequantized values. Ops that would write raise: the value of a quantized
+    tensor changes only through `copy_`, which quantizes again.
+    """
+
+    scheme: Scheme
+    _parts: dict[str, Tensor]
+
+    @staticmethod
+    def __new__(
+        cls, parts: dict[str, Tensor], scheme: Scheme, shape: torch.Size | tuple[int, ...], dtype: torch.dtype, requires_grad: bool = False
+    ) -> QuantizedTensor:
+        data = parts["rowwise_data"] if "rowwise_data" in parts else parts["columnwise_data"]
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=data.device, requires_grad=requires_grad
+        )
+        self._parts = dict(parts)
+        self.scheme = scheme
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    # ------------------------------------------------------------------------------------------------------------ buffers
+
+    @classmethod
+    def from_buffers(
+        cls,
+        buffers: tuple[Tensor, ...],
+        scheme: Scheme,
+        shape: torch.Size | tuple[int, ...],
+        dtype: torch.dtype,
+        rowwise: bool = True,
+        columnwise: bool = True,
+    ) -> QuantizedTensor:
+        """From the six tensors that a quantizing op returns, of which the copies asked for are kept."""
+        wanted = (*_ROWWISE * rowwise, *_COLUMNWISE * columnwise)
+        parts = {name: tensor for name, tensor in zip(BUFFER_NAMES, buffers, strict=True) if name in wanted}
+        for name in ("rowwise_amax", "columnwise_amax"):
+            if name in parts and scheme.kind not in ("tensor", "nvfp4"):
+                del parts[name]
+        return cls(parts, scheme, shape, dtype)
+
+    def _get(self, name: str) -> Tensor | None:
+        return self._parts.get(name)
+
+    @property
+    def rowwise_data(self) -> Tensor | None:
+        """uint8 [M, K] (E2M1: [M, K/2]); None if dropped."""
+        return self._get("rowwise_data")
+
+    @property
+    def rowwise_scale_inv(self) -> Tensor | None:
+        """Multiply the rowwise values by these to get the original back."""
+        return self._get("rowwise_scale_inv")
+
+    @property
+    def columnwise_data(self) -> Tensor | None:
+        """uint8 [K, M] (E2M1: [K, M/2]); None if dropped."""
+        return self._get("columnwise_data")
+
+    @property
+    def columnwise_scale_inv(self) -> Tensor | None:
+        """As rowwise_scale_inv, of the transpose."""
+        return self._get("columnwise_scale_inv")
+
+    @property
+    def amax(self) -> Tensor | None:
+        """float32 [1], per-tensor schemes only."""
+        return self._get("rowwise_amax")
+
+    def operand(self, direction: str) -> tuple[Tensor, Tensor, Tensor]:
+        """(data, scale_inv, amax) of one direction, "rowwise" or "columnwise": what a GEMM takes."""
+        data, scale_inv = self._get(f"{direction}_data"), self._get(f"{direction}_scale_inv")
+        if data is None or scale_inv is None:
+            raise ValueError(f"The {direction} copy of this QuantizedTensor was dropped or never made; it has: {', '.join(self._parts)}.")
+        amax = self._get(f"{direction}_amax")
+        return data, scale_inv, data.new_empty(0, dtype=torch.float32) if amax is None else amax
+
+    def drop_rowwise(self) -> QuantizedTensor:
+        """Frees the rowwise copy, in place."""
+        return self._drop(_ROWWISE[:2], "columnwise_data")
+
+    def drop_columnwise(self) -> QuantizedTensor:
+        """Frees the columnwise copy, in place."""
+        return self._drop(_COLUMNWISE, "rowwise_data")
+
+    def _drop(self, names: tuple[str, ...], needed: str) -> QuantizedTensor:
+        if needed not in self._parts:
+            raise ValueError(f"Cannot drop {names[0]}: it is the only copy left.")
+        for name in names:
+            self._parts.pop(name, None)
+        return self
+
+    # ------------------------------------------------------------------------------------------------------------- values
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values as a plain tensor of `dtype` (default: the dtype this tensor stands for)."""
+        dtype = dtype or self.dtype
+        direction = "rowwise" if "rowwise_data" in self._parts else "columnwise"
+        values = torch.ops.ottava.dequantize(*self.operand(direction), str(self.scheme), dtype)
+        return (values if direction == "rowwise" else values.t().contiguous()).reshape(self.shape)
+
+    def requantize_(self, source: Tensor) -> QuantizedTensor:
+        """Quantizes `source` (same shape, high precision) into this tensor's buffers, in place, with fresh scales."""
+        flat = source.detach().reshape(_flat_rows(self.shape), self.shape[-1])
+        rowwise, columnwise = "rowwise_data" in self._parts, "columnwise_data" in self._parts
+        fresh = torch.ops.ottava.quantize(flat, str(self.scheme), None, None, rowwise, columnwise)
+        for name, tensor in zip(BUFFER_NAMES, fresh, strict=True):
+            if name in self._parts:
+                self._parts[name].copy_(tensor)
+        return self
+
+    def nan_count(self) -> int:
+        """How many elements are NaN (8-bit formats; E2M1 has no NaN and counts block scales instead)."""
+        data = self._parts["rowwise_data"] if "rowwise_data" in self._parts else self._parts["columnwise_data"]
+        if self.scheme.format == "e2m1":
+            scale = self._parts.get("rowwise_scale_inv", self._parts.get("columnwise_scale_inv"))
+            return int((scale == NAN_BYTE["e4m3"]).sum()) if scale is not None else 0
+        return int((data == NAN_BYTE[self.scheme.format]).sum())
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        copies = " + ".join(n.removesuffix("_data") for n in self._parts if n.endswith("_data"))
+        return (
+            f"QuantizedTensor({tuple(self.shape)}, {self.scheme}, {copies}, dtype={self.dtype}, device={self.device}"
+            + (", requires_grad=True" if self.requires_grad else "")
+            + ")"
+        )
+
+    # --------------------------------------------------------------------------------------- torch.compile, saving, dispatch
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple]:
+        return [f"_part_{n}" for n in self._parts], (str(self.scheme), self.dtype, self.requires_grad)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_part_"):
+            return self.__dict__["_parts"][name.removeprefix("_part_")]
+        raise AttributeError(f"QuantizedTensor has no attribute {name!r}.")
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], meta: tuple, outer_size: torch.Size, outer_stride: tuple) -> QuantizedTensor:
+        scheme, dtype, requires_grad = meta
+        parts = {name.removeprefix("_part_"): tensor for name, tensor in inner.items()}
+        return QuantizedTensor(parts, Scheme.parse(scheme), outer_size, dtype, requires_grad)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Saved as plain tensors, a string, a shape and a dtype: `torch.load(weights_only=True)` rebuilds it."""
+        return _rebuild, (self._parts, str(self.scheme), tuple(self.shape), self.dtype, self.requires_grad)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        handler = _HANDLERS.get(func)
+        if handler is not None:
+            result = handler(func, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if func._schema.is_mutable:
+            raise ValueError(
+                f"{func} would write into a QuantizedTensor, whose value changes only through copy_(): "
+                "update a high-precision master and copy it in (ottava.optimizers.FusedAdam does), or dequantize() first."
+            )
+        args, kwargs = torch.utils._pytree.tree_map_only(QuantizedTensor, QuantizedTensor.dequantize, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _map(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> QuantizedTensor:
+        parts = {name: function(tensor) for name, tensor in self._parts.items()}
+        return QuantizedTensor(parts, self.scheme, self.shape, dtype or self.dtype)
+
+
+def _rebuild(parts: dict[str, Tensor], scheme: str, shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> QuantizedTensor:
+    return QuantizedTensor(parts, Scheme.parse(scheme), shape, dtype, requires_grad)
+
+
+torch.serialization.add_safe_globals([_rebuild, QuantizedTensor])
+
+
+def _flat_rows(shape: torch.Size | tuple[int, ...]) -> int:
+    rows = 1
+    for size in shape[:-1]:
+        rows *= size
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------------------- op handlers
+
+
+def _each_buffer(func: Any, q: QuantizedTensor, *args: Any, **kwargs: Any) -> QuantizedTensor:
+    return q._map(lambda t: func(t, *args, **kwargs))
+
+
+def _to_copy(func: Any, q: QuantizedTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+    if dtype is not None and dtype != q.dtype:
+        return func(q.dequantize(), dtype=dtype, **kwargs)
+    kwargs.pop("memory_format", None)
+    return q._map(lambda t: func(t, **kwargs))
+
+
+def _copy(func: Any, target: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(target, QuantizedTensor):
+        return func(target, source.dequantize(), *args, **kwargs)  # type: ignore[attr-defined]
+    if target.shape != source.shape:
+        raise ValueError(f"copy_ needs equal shapes: target {tuple(target.shape)}, source {tuple(source.shape)}.")
+    if isinstance(source, QuantizedTensor) and source.scheme == target.scheme and source._parts.keys() >= target._parts.keys():
+        for name, tensor in target._parts.items():
+            tensor.copy_(source._parts[name])
+        return target
+    source = source.dequantize() if isinstance(source, QuantizedTensor) else source
+    return target.requantize_(source.to(target.device))
+
+
+def _slice(func: Any, q: QuantizedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+    """Slices along the first dimension of a matrix stay quantized when they fall on block boundaries."""
+    if dim != 0 or q.dim() != 2 or step != 1:
+        return NotImplemented
+    rows = q.shape[0]
+    first, last, _ = slice(start, end).indices(rows)
+    last = max(first, last)
+    block_rows = q.scheme.block[0] if q.scheme.block else 1
+    packed = 2 if q.scheme.format == "e2m1" else 1
+    along = q.scheme.block[1] if q.scheme.block and not q.scheme.transposable else block_rows
+    needed = along if "columnwise_data" in q._parts else block_rows
+    if first % needed or (last % needed and last != rows):
+        return NotImplemented
+    parts = {}
+    for name, tensor in q._parts.items():
+        if tensor.dim() != 2:  # per-tensor scale or amax
+            parts[name] = tensor
+        elif name == "rowwise_data":
+            parts[name] = tensor[first:last]
+        elif name == "columnwise_data":
+            parts[name] = tensor[:, first // packed : -(-last // packed)].contiguous()
+        elif name == "rowwise_scale_inv":
+            parts[name] = tensor[first // block_rows : -(-last // block_rows)]
+        else:
+            parts[name] = tensor[:, first // along : -(-last // along)].contiguous()
+    return QuantizedTensor(parts, q.scheme, (last - first, q.shape[1]), q.dtype)
+
+
+def _view(func: Any, q: QuantizedTensor, shape: Any) -> Any:
+    """Only views that keep the last dimension, since blocks lie along it."""
+    size = torch.Size(shape)
+    missing = [i for i, n in enumerate(size) if n == -1]
+    if missing:
+        known = 1
+        for n in size:
+            known *= n if n != -1 else 1
+        size = torch.Size([q.numel() // max(known, 1) if n == -1 else n for n in size])
+    if not size or size[-1] != q.shape[-1]:
+        return NotImplemented
+    return QuantizedTensor(q._parts, q.scheme, size, q.dtype)
+
+
+_HANDLERS: dict[Any, Callable] = {
+    aten.detach.default: lambda func, q: q._map(lambda t: t),
+    aten.alias.default: lambda func, q: q._map(lambda t: t),
+    aten.clone.default: lambda func, q, memory_format=None: q._map(torch.clone),
+    aten._to_copy.default: _to_copy,
+    aten.copy_.default: _copy,
+    aten.slice.Tensor: _slice,
+    aten.view.default: _view,
+    aten._unsafe_view.default: _view,
+    aten.empty_like.default: lambda func, q, **kwargs: (
+        q._map(torch.empty_like) if kwargs.get("dtype") in (None, q.dtype) and kwargs.get("device") in (None, q.device) else NotImplemented
+    ),
+}

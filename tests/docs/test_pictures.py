@@ -1,0 +1,24 @@
+"""The pictures in the docs are the ones their scripts draw."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from xml.etree import ElementTree
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def test_batch_picture_is_current() -> None:
+    script = runpy.run_path(str(DOCS / "draw_batch.py"))
+    drawn = script["draw"]()
+    assert (DOCS / "images" / "batch.svg").read_text() == drawn, "run docs/draw_batch.py"
+    ElementTree.fromstring(drawn)  # well-formed
+
+
+def test_batch_picture_adds_up() -> None:
+    script = runpy.run_path(str(DOCS / "draw_batch.py"))
+    stops = script["ATTENTION"] + script["MLP"]
+    assert sum(float(stop.keeps or 0) for stop in stops) == 29.5
+    # Recompute drops the quantized copies, and only those.
+    assert sum(float(stop.keeps or 0) for stop in stops if stop.kind != "fp8") == 23
