@@ -1,4 +1,4 @@
-"""Every test starts from the same torch state, and the GPU tests are collected only where a GPU is."""
+"""Every test starts from the same torch state. (tests/gpu has a conftest of its own: it is collected where a GPU is.)"""
 
 from __future__ import annotations
 
@@ -19,15 +19,10 @@ settings.register_profile(
 )
 settings.load_profile("ottava")
 
-HAS_CUDA = torch.cuda.is_available()
-
-# Left out, rather than collected and passed over: a report without a GPU should not look as if the kernels were tested.
-collect_ignore_glob = [] if HAS_CUDA else ["gpu/*"]
-
 
 def pytest_report_header() -> str:
     """Says at the top of the report on what the tests ran."""
-    device = torch.cuda.get_device_name() if HAS_CUDA else "CPU only, so tests/gpu is left out"
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU only, so tests/gpu is left out"
     return f"ottava: torch {torch.__version__}, {torch.get_num_threads()} threads, {device}"
 
 

@@ -3,8 +3,17 @@
 `import ottava as te` serves a script that was written for TransformerEngine.
 """
 
-from ottava import kernels, recipe
-from ottava.nn import LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
+from ottava import attention, kernels, recipe
+from ottava.nn import (
+    DotProductAttention,
+    LayerNorm,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    MultiheadAttention,
+    RMSNorm,
+    TransformerLayer,
+)
 from ottava.quant.quantizer import quantize
 from ottava.quant.state import autocast, quantized_model_init
 from ottava.quant.tensor import QuantizedTensor
@@ -15,12 +24,16 @@ fp8_autocast = autocast
 fp8_model_init = quantized_model_init
 
 __all__ = [
+    "DotProductAttention",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "MultiheadAttention",
     "QuantizedTensor",
     "RMSNorm",
+    "TransformerLayer",
+    "attention",
     "autocast",
     "fp8_autocast",
     "fp8_model_init",

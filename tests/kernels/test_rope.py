@@ -36,14 +36,18 @@ def table(rows: int, rot: int, interleaved: bool) -> Tensor:
     interleaved=st.booleans(),
     data=st.data(),
 )
-def test_rotation_is_that_of_complex_numbers(tokens: int, heads: int, dim: int, stride: int, interleaved: bool, data) -> None:
+def test_rotation_is_that_of_complex_numbers(
+    tokens: int, heads: int, dim: int, stride: int, interleaved: bool, data
+) -> None:
     rot = 2 * data.draw(st.integers(1, dim // 2))
     x = torch.randn(tokens, heads, dim)
     length = max(tokens, 1)
     freqs = table(length, rot, interleaved)
     y = rope.rope(x, freqs, None, stride, length, interleaved, False)
     for t in range(tokens):
-        torch.testing.assert_close(y[t].double(), turned(x[t], freqs[(t // stride) % length], interleaved), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            y[t].double(), turned(x[t], freqs[(t // stride) % length], interleaved), rtol=1e-5, atol=1e-5
+        )
     back = rope.rope(y, freqs, None, stride, length, interleaved, True)
     torch.testing.assert_close(back, x, rtol=1e-5, atol=1e-5)
 
@@ -103,7 +107,7 @@ def test_split_keeps_nothing_but_the_angles_for_backward() -> None:
     freqs = table(4, 6, False)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        q, k, v = rope.split_qkv(qkv, freqs, freqs, None, 1, 4, 4, 2, False, False)
+        q, _, v = rope.split_qkv(qkv, freqs, freqs, None, 1, 4, 4, 2, False, False)
     assert {x.data_ptr() for x in saved} == {freqs.data_ptr()}
     (q.sum() + v.sum()).backward()  # k is unused: its gradient is zero
     assert qkv.grad is not None and qkv.grad.is_contiguous()

@@ -143,8 +143,8 @@ forward = define("activation", _forward, _forward_fake, _forward_cuda)
 
 
 def _amax(h: Tensor, name: str) -> Tensor:
-    """amax [1] of the activation's output, rounded to h's dtype."""
-    return amax_of(_forward(h, name))
+    """amax [1] of the activation's float32 output."""
+    return amax_of(_values(h, get(name)))
 
 
 def _amax_cuda(h: Tensor, name: str) -> Tensor:
@@ -157,8 +157,11 @@ amax = define("activation_amax", _amax, lambda h, name: h.new_empty(1, dtype=tor
 
 
 def _quantize(h: Tensor, name: str, scheme: str, scale: Tensor | None, amax: Tensor | None, rowwise: bool, columnwise: bool) -> Six:
+    """The activation's output, quantized. Current scaling takes its scale from the float32 amax, then quantizes rounded values."""
     parsed = Scheme.parse(scheme)
     values = _values(h, get(name))
+    if parsed.per_tensor and scale is None and amax is None:
+        amax = amax_of(values)
     values = values if parsed.from_float32 else values.to(h.dtype)
     return reference_buffers(values, parsed, scale, amax, rowwise, columnwise, h.dtype)
 

@@ -1,9 +1,9 @@
 """Attention: softmax(scale q k^T + bias) v. `ottava::attention` is the reference; CUDA takes torch's fused kernels where they fit.
 
-The reference computes in float32 (float64 for float64 inputs) whatever the input dtype, a block of query rows at a time, and
-keeps q, k, v and its output for backward, as the fused kernels do; probabilities are recomputed. On the CPU it gives the same
-bits for any number of threads, which torch's own attention does not (and its bfloat16 one stops with an illegal instruction
-on some machines). A query that may attend to nothing gets 0.
+The reference does what the fused kernels do: products and sums in float32 (float64 for float64 inputs), with the operands of a
+product (the weights exp(score - largest), and in backward p and ds) rounded to the input dtype; q, k, v and the output are kept
+for backward and the weights recomputed, a block of query rows at a time. On the CPU it gives the same bits for any number of
+threads; torch's own bfloat16 attention stops with an illegal instruction on some CPUs. A query that may attend to nothing gets 0.
 
 Shapes: q [s, b, h, d], k [t, b, g, d], v [t, b, g, dv], or with b first (`batch_first`); h is a multiple of g. `allowed` (bool) and
 `bias` broadcast to [b, h, s, t]; `sink` [h] is the logit of one more key with value 0; `keep` [b, h, s, t] is a dropout mask.
@@ -67,7 +67,9 @@ class _Scores:
         self.causal = causal
 
     def blocks(self) -> Iterator[tuple[int, int, int]]:
-        """(first row, end row, end of the keys that these rows can see)."""
+        """(first row, end row, end of the keys that these rows can see); nothing where there are no keys."""
+        if self.keys == 0:
+            return
         rows = max(16, BLOCK_ELEMENTS // max(self.batch * self.heads * self.keys, 1))
         for low in range(0, self.queries, rows):
             high = min(low + rows, self.queries)
@@ -85,8 +87,8 @@ class _Scores:
         """The queries of a block, folded, [b, g, h/g * rows, d]."""
         return self.fold(self.q[:, :, low:high].to(self.work))
 
-    def probabilities(self, low: int, high: int, end: int) -> tuple[Tensor, Tensor | None]:
-        """softmax of a block [b, h, rows, end], and what the sink took [b, h, rows, 1]."""
+    def weights(self, low: int, high: int, end: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """exp(score - largest score) of a block [b, h, rows, end], their sum [b, h, rows, 1], and the sink's part of that sum."""
         scores = self.unfold(matmul(self.rows(low, high), self.k[:, :, :end].transpose(-1, -2))) * self.scale
         if self.bias is not None:
             scores = scores + self.bias[:, :, low:high, :end].to(self.work)
@@ -95,14 +97,22 @@ class _Scores:
             scores = scores.masked_fill(torch.arange(end, device=scores.device) > row, float("-inf"))
         if self.allowed is not None:
             scores = scores.masked_fill(~self.allowed[:, :, low:high, :end], float("-inf"))
+        largest = scores.amax(-1, keepdim=True)
+        sink = None
         if self.sink is not None:
-            column = self.sink.to(self.work).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-            both = torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)
-            return both[..., :-1].contiguous(), both[..., -1:]
-        result = torch.softmax(scores, dim=-1)
-        if end and (self.allowed is not None or self.bias is not None):
-            result = result.masked_fill(scores.amax(-1, keepdim=True) == float("-inf"), 0.0)  # may attend to nothing
-        return result, None
+            logit = self.sink.to(self.work).view(1, -1, 1, 1)
+            largest = torch.maximum(largest, logit)
+            sink = torch.exp(logit - largest)
+        # A row that may attend to nothing: all weights 0, and a sum of 1 so that 0 stays 0.
+        largest = largest.masked_fill(largest == float("-inf"), 0.0)
+        weights = torch.exp(scores - largest)
+        total = weights.sum(-1, keepdim=True)
+        total = total if sink is None else total + sink
+        return weights, total.masked_fill(total == 0.0, 1.0), sink
+
+    def operand(self, x: Tensor) -> Tensor:
+        """x as matrix units take it: rounded to the dtype of q. The products still add up in float32."""
+        return x.to(self.q.dtype).to(self.work)
 
 
 def _attention(
@@ -122,11 +132,11 @@ def _attention(
     values = _by_head(v, batch_first).to(scores.work).contiguous()  # [b, g, t, dv]
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
     for low, high, end in scores.blocks():
-        p, _ = scores.probabilities(low, high, end)
+        weights, total, _ = scores.weights(low, high, end)
         if keep is not None:
-            p = p * keep[:, :, low:high, :end] * keep_scale
-        block = scores.unfold(matmul(scores.fold(p), values[:, :, :end]))
-        _by_head(out, batch_first)[:, :, low:high].copy_(block)
+            weights = weights * keep[:, :, low:high, :end] * keep_scale
+        block = scores.unfold(matmul(scores.fold(scores.operand(weights)), values[:, :, :end]))
+        _by_head(out, batch_first)[:, :, low:high].copy_(block / total)
     return out
 
 
@@ -160,20 +170,21 @@ def _attention_backward(
     dbias = grad.new_zeros(scores.batch, scores.heads, scores.queries, scores.keys) if bias_grad else grad.new_zeros(0)
     dsink = grad.new_zeros(0 if sink is None else scores.heads)
     for low, high, end in scores.blocks():
-        p, p_sink = scores.probabilities(low, high, end)
+        weights, total, sink_part = scores.weights(low, high, end)
+        p = weights / total
         dout = scores.fold(grad[:, :, low:high])
         dp = scores.unfold(matmul(dout, values[:, :, :end].transpose(-1, -2)))
         kept = p
         if keep is not None:
             factor = keep[:, :, low:high, :end] * keep_scale
             kept, dp = p * factor, dp * factor
-        dv[:, :, :end] += matmul(scores.fold(kept).transpose(-1, -2), dout)
+        dv[:, :, :end] += matmul(scores.fold(scores.operand(kept)).transpose(-1, -2), dout)
         ds = p * (dp - delta[:, :, low:high])
         if bias_grad:
             dbias[:, :, low:high, :end] = ds
-        if p_sink is not None:
-            dsink -= (p_sink * delta[:, :, low:high]).sum((0, 2, 3))
-        ds = scores.fold(ds * scale)
+        if sink_part is not None:
+            dsink -= (sink_part / total * delta[:, :, low:high]).sum((0, 2, 3))
+        ds = scores.fold(scores.operand(ds * scale))
         dq[:, :, low:high] = scores.unfold(matmul(ds, scores.k[:, :, :end]))
         dk[:, :, :end] += matmul(ds.transpose(-1, -2), scores.rows(low, high))
     grads = [_like(g, x, batch_first) for g, x in ((dq, q), (dk, k), (dv, v))]
@@ -278,7 +289,14 @@ def _fused(
         causal = False
     with sdpa_kernel(CUDA_BACKENDS, set_priority=True):
         out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=causal,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
         )
     if alive is not None:
         out = torch.where(alive, out, torch.zeros((), dtype=out.dtype, device=out.device))

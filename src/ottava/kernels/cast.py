@@ -173,9 +173,12 @@ def reference_buffers(
     have or would have had: an overflowing block scale becomes its largest value.
     """
     check_shape(*values.shape, scheme, rowwise, columnwise)
-    byte, real = values.new_empty(0, dtype=torch.uint8), values.new_empty(0, dtype=torch.float32)
-    scale_dtype = byte if scheme.kind in ("mx", "nvfp4") else real
-    row = col = (byte, scale_dtype, real)
+
+    def nothing() -> tuple[Tensor, Tensor, Tensor]:
+        scale_dtype = torch.uint8 if scheme.kind in ("mx", "nvfp4") else torch.float32
+        return tuple(values.new_empty(0, dtype=d) for d in (torch.uint8, scale_dtype, torch.float32))  # type: ignore[return-value]
+
+    row, col = nothing(), nothing()
     if rowwise or scheme.transposable:
         row = _one_way(values, scheme, scale, amax, dtype)
     if columnwise and scheme.transposable:
@@ -184,7 +187,7 @@ def reference_buffers(
         transposed = values.t().contiguous()
         col = _one_way(hadamard16(transposed) if scheme.hadamard else transposed, scheme, scale, amax, dtype)
     if not rowwise:
-        row = (byte, scale_dtype, row[2] if scheme.per_tensor else real)
+        row = (*nothing()[:2], row[2] if scheme.per_tensor else nothing()[2])
     return Buffers(row[0], row[1], col[0], col[1], row[2], col[2])
 
 

@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.nn.functional import ScalingType, pad
 
 from ottava.kernels.cast import expand_scale, nvfp4_tensor_scale, unpack
+from ottava.kernels.fixed_order import matmul
 from ottava.kernels.registry import define, say_once
 from ottava.quant.formats import e8m0_to_float
 from ottava.quant.scheme import Scheme
@@ -34,7 +35,7 @@ def _by_blocks_of_128(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, a_
     a_rows, b_rows = per_row(a_scale, a_scheme, m), per_row(b_scale, b_scheme, n)
     out = a.new_zeros(m, n)
     for j, start in enumerate(range(0, k, 128)):
-        partial = a[:, start : start + 128] @ b[:, start : start + 128].t()
+        partial = matmul(a[:, start : start + 128], b[:, start : start + 128].t())
         out += partial * (a_rows[:, j, None] * b_rows[None, :, j])
     return out
 
@@ -45,7 +46,7 @@ def _emulate(
     """float32 [m, n]."""
     a32, b32 = unpack(a, a_scheme), unpack(b, b_scheme)
     if a_scheme.kind == "tensor":
-        return (a32 @ b32.t()) * (a_scale * b_scale)
+        return matmul(a32, b32.t()) * (a_scale * b_scale)
     if a_scheme.kind == "block":
         return _by_blocks_of_128(a32, a_scale, b32, b_scale, a_scheme, b_scheme)
     if a_scheme.kind == "mx":
@@ -61,7 +62,7 @@ def _exact_product(a32: Tensor, b32: Tensor) -> Tensor:
     """A @ B.T of values with at most 8 significant bits: exact in bf16, so a GPU may use its bf16 units."""
     if a32.is_cuda:
         return torch.mm(a32.bfloat16(), b32.bfloat16().t(), out_dtype=torch.float32)
-    return a32 @ b32.t()
+    return matmul(a32, b32.t())
 
 
 def _scaled_mm(
@@ -206,7 +207,7 @@ scaled_mm = define("scaled_mm", _scaled_mm, _scaled_mm_fake, _scaled_mm_cuda)
 
 def _mm(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """float32 accumulation, rounded once. CPUs multiply bf16 slowly and in an order that depends on threads: upcast."""
-    out = a.float() @ b.float().t()
+    out = matmul(a.float(), b.float().t())
     if bias is not None:
         out = out + bias.float()
     return out.to(out_dtype)

@@ -59,7 +59,13 @@ def rotate(x: Tensor, freqs: Tensor, rows: Tensor, interleaved: bool, transposed
 
 
 def _rope(
-    x: Tensor, freqs: Tensor, positions: Tensor | None, seq_stride: int, seq_len: int, interleaved: bool, transposed: bool
+    x: Tensor,
+    freqs: Tensor,
+    positions: Tensor | None,
+    seq_stride: int,
+    seq_len: int,
+    interleaved: bool,
+    transposed: bool,
 ) -> Tensor:
     rows = table_rows(x.shape[0], positions, seq_stride, seq_len, x.device)
     return rotate(x, freqs, rows, interleaved, transposed)
@@ -130,7 +136,9 @@ def _split_qkv(
         part.reshape(tokens, -1, part.shape[-1]) for part in _parts(qkv.contiguous(), heads, groups, by_group)
     ]  # q [T, heads, d], k [T, groups, d], v [T, groups, d]
     q, k, v = (
-        part.clone(memory_format=torch.contiguous_format) if freqs is None else rotate(part, freqs, rows, interleaved, False)
+        part.clone(memory_format=torch.contiguous_format)
+        if freqs is None
+        else rotate(part, freqs, rows, interleaved, False)
         for part, freqs in zip(parts, (freqs_q, freqs_k, None), strict=True)
     )
     return q, k, v

@@ -164,7 +164,13 @@ def _rowed(x: Tensor) -> Tensor:
 
 
 def rope(
-    x: Tensor, freqs: Tensor, positions: Tensor | None, seq_stride: int, seq_len: int, interleaved: bool, transposed: bool
+    x: Tensor,
+    freqs: Tensor,
+    positions: Tensor | None,
+    seq_stride: int,
+    seq_len: int,
+    interleaved: bool,
+    transposed: bool,
 ) -> Tensor:
     """See `rope._rope`."""
     out = x.new_empty(x.shape)

@@ -1,8 +1,20 @@
 """The modules users name."""
 
+from ottava.nn.attention import DotProductAttention
 from ottava.nn.layernorm import LayerNorm, RMSNorm
 from ottava.nn.layernorm_linear import LayerNormLinear
 from ottava.nn.layernorm_mlp import LayerNormMLP
 from ottava.nn.linear import Linear
+from ottava.nn.multi_head_attention import MultiheadAttention
+from ottava.nn.transformer_layer import TransformerLayer
 
-__all__ = ["LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear", "RMSNorm"]
+__all__ = [
+    "DotProductAttention",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
+    "MultiheadAttention",
+    "RMSNorm",
+    "TransformerLayer",
+]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from ottava.kernels.attention import attention
 from ottava.kernels.registry import say_once
 from ottava.nn import attention_mask as masks
+from ottava.nn.base import default_device
+from ottava.nn.random_replay import replayed
 
 FORMATS = ("sbhd", "bshd", "thd")
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
@@ -121,7 +122,9 @@ class DotProductAttention(torch.nn.Module):
         self.softmax_type = masks.one_of("softmax_type", softmax_type, SOFTMAX_TYPES)
         self.name = name
         # "off-by-one" is a sink with logit 0: a constant, so it is not part of the state dict.
-        offset = None if softmax_type == "vanilla" else torch.zeros(self.heads_per_partition, device=device)
+        offset = (
+            None if softmax_type == "vanilla" else torch.zeros(self.heads_per_partition, device=default_device(device))
+        )
         if softmax_type == "learnable":
             assert offset is not None
             self.softmax_offset = torch.nn.Parameter(offset)
@@ -130,7 +133,11 @@ class DotProductAttention(torch.nn.Module):
 
     def extra_repr(self) -> str:
         """Heads, mask and whatever differs from the plain case."""
-        parts = [f"heads={self.heads_per_partition}", f"groups={self.num_gqa_groups_per_partition}", self.attn_mask_type]
+        parts = [
+            f"heads={self.heads_per_partition}",
+            f"groups={self.num_gqa_groups_per_partition}",
+            self.attn_mask_type,
+        ]
         parts.append(self.qkv_format)
         if self.window_size is not None:
             parts.append(f"window={tuple(self.window_size)}")
@@ -169,9 +176,10 @@ class DotProductAttention(torch.nn.Module):
     ) -> Tensor:
         """Attends; returns [s, b, h * d] for "sbhd", [b, s, h * d] for "bshd", [t, h * d] for "thd".
 
-        attention_mask: bool, True is masked out; used by padding types and "arbitrary" only. Padding masks: [b, 1, 1, s], or a pair (queries, keys); "arbitrary":
-        broadcastable to [b, h, s, t]. cu_seqlens_*: [b + 1] cumulative lengths of the real tokens, an alternative to
-        padding masks, needed for "thd"; cu_seqlens_*_padded: where sequences begin, if padding lies between them.
+        attention_mask: bool, True is masked out; used by padding types and "arbitrary" only. Padding types take
+        [b, 1, 1, s], or a pair (queries, keys); "arbitrary" what broadcasts to [b, h, s, t].
+        cu_seqlens_*: [b + 1] cumulative lengths of the real tokens, instead of a padding mask, and needed for "thd";
+        cu_seqlens_*_padded: where sequences begin, if padding lies between them.
         max_seqlen_*: the longest sequence ("thd"); without it the lengths are read back from the device, and under
         torch.compile the number of tokens is taken, which costs memory.
         core_attention_bias: broadcastable to [b, h, s, t], added after scaling, or before it ("pre_scale_bias").
@@ -179,7 +187,9 @@ class DotProductAttention(torch.nn.Module):
         fast_zero_fill and num_splits choose between equal ways elsewhere and change nothing here.
         """
         if inference_params is not None:
-            raise ValueError("DotProductAttention has no key-value cache: pass the whole sequence, without inference_params.")
+            raise ValueError(
+                "DotProductAttention has no key-value cache: pass the whole sequence, without inference_params."
+            )
         for key, value in others.items():
             if masks.one_of("DotProductAttention: argument", key, tuple(_NOT_OFFERED)) and value != _NOT_OFFERED[key]:
                 raise ValueError(f"DotProductAttention does not offer {key}={value!r}; leave it out.")
@@ -190,21 +200,19 @@ class DotProductAttention(torch.nn.Module):
         bottom_right = masks.is_bottom_right(mask_type, corner)
         self._check_heads_of(query_layer, key_layer, value_layer, layout)
         q, k, v = query_layer, key_layer, value_layer
-
-        back: tuple[masks.Packed, int] | None = None
+        valid: masks.Valid | None
+        unpack: masks.Packed | None = None
         if layout == "thd":
-            if "padding" not in mask_type:
-                raise ValueError(f"qkv_format 'thd' needs a padding mask type, got {mask_type!r}: use 'padding_causal' or 'padding'.")
-            if attention_mask is not None:
-                raise ValueError("qkv_format 'thd' takes its padding from cu_seqlens_q and cu_seqlens_kv, not from attention_mask.")
-            if pad_between_seqs and cu_seqlens_q_padded is None:
-                raise ValueError("pad_between_seqs=True needs cu_seqlens_q_padded and cu_seqlens_kv_padded.")
-            of_q = masks.packed(cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q, q.shape[0], "q")
-            of_k = masks.packed(cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv, k.shape[0], "kv")
-            back = (of_q, q.shape[0])
-            q, k, v = of_q.spread(q), of_k.spread(k), of_k.spread(v)
-            same = cu_seqlens_q is cu_seqlens_kv
-            valid: masks.Valid | None = masks.valid_from_lengths(q.shape[1], k.shape[1], of_q.lengths, of_k.lengths, same)
+            padding = (attention_mask, pad_between_seqs, mask_type)
+            offsets = (
+                cu_seqlens_q,
+                cu_seqlens_kv,
+                cu_seqlens_q_padded,
+                cu_seqlens_kv_padded,
+                max_seqlen_q,
+                max_seqlen_kv,
+            )
+            q, k, v, valid, unpack = self._unpacked(q, k, v, padding, offsets)
         else:
             valid = self._padding(mask_type, attention_mask, cu_seqlens_q, cu_seqlens_kv, q, k, layout)
         batch_first = layout != "sbhd"
@@ -212,15 +220,16 @@ class DotProductAttention(torch.nn.Module):
         queries, keys = q.shape[seq_dim], k.shape[seq_dim]
 
         arbitrary = self._arbitrary(mask_type, attention_mask)
-        causal, allowed = masks.build(mask_type, window, bottom_right, queries, keys, valid, arbitrary, q.device)
-        bias = self._bias(core_attention_bias_type, core_attention_bias, alibi_slopes, queries, keys, bottom_right, valid, q)
+        causal, allowed = masks.build(window, bottom_right, queries, keys, valid, arbitrary, q.device)
+        kind = core_attention_bias_type
+        bias = self._bias(kind, core_attention_bias, alibi_slopes, queries, keys, bottom_right, valid, q)
         out = self._attend(q, k, v, causal, batch_first, allowed, bias, checkpoint_core_attention)
-        if back is not None:
-            out = back[0].gather(out, back[1])
+        if unpack is not None:
+            out = unpack.gather(out, query_layer.shape[0])
         elif valid is not None:
             real = valid.queries if batch_first else valid.queries.t()
             out = torch.where(real[:, :, None, None], out, out.new_zeros(()))
-        return out.reshape(*out.shape[:-2], -1)
+        return out.flatten(-2)
 
     # ------------------------------------------------------------------------------------------------------------ the parts
 
@@ -240,7 +249,9 @@ class DotProductAttention(torch.nn.Module):
         if dropout > 0.0 and self.get_rng_state_tracker is not None and not self.sequence_parallel:
             tracker = self.get_rng_state_tracker()
 
-        def core(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, bias: Tensor | None, sink: Tensor | None) -> Tensor:
+        def core(
+            q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, bias: Tensor | None, sink: Tensor | None
+        ) -> Tensor:
             with contextlib.nullcontext() if tracker is None else tracker.fork():
                 return attention(
                     q, k, v, scale=self.softmax_scale, causal=causal, batch_first=batch_first, allowed=allowed, bias=bias,
@@ -252,7 +263,7 @@ class DotProductAttention(torch.nn.Module):
             return core(*args)
         if tracker is None:
             return checkpoint(core, *args, use_reentrant=False)
-        return checkpoint(core, *args, use_reentrant=False, context_fn=lambda: _replayed(tracker))
+        return checkpoint(core, *args, use_reentrant=False, context_fn=lambda: replayed(tracker))
 
     def _check_heads_of(self, q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:
         """Names the tensor whose shape does not fit the module, rather than leaving it to a matrix product."""
@@ -280,6 +291,33 @@ class DotProductAttention(torch.nn.Module):
                 f"{v.dtype} on {v.device}."
             )
 
+    def _unpacked(
+        self, q: Tensor, k: Tensor, v: Tensor, padding: tuple[Any, bool | None, str], offsets: tuple[Any, ...]
+    ) -> tuple[Tensor, Tensor, Tensor, masks.Valid, masks.Packed]:
+        """Packed sequences [t, h, d] as a padded batch [b, s, h, d], which tokens of it are real, and the way back."""
+        attention_mask, pad_between_seqs, mask_type = padding
+        cu_q, cu_kv, cu_q_padded, cu_kv_padded, max_q, max_kv = offsets
+        if "padding" not in mask_type:
+            raise ValueError(
+                f"qkv_format 'thd' needs a padding mask type, got {mask_type!r}: use 'padding_causal' or 'padding'."
+            )
+        if attention_mask is not None:
+            raise ValueError(
+                "qkv_format 'thd' takes its padding from cu_seqlens_q and cu_seqlens_kv, not from attention_mask."
+            )
+        if pad_between_seqs and (cu_q_padded is None or cu_kv_padded is None):
+            raise ValueError("pad_between_seqs=True needs cu_seqlens_q_padded and cu_seqlens_kv_padded.")
+        of_q = masks.packed(cu_q, cu_q_padded, max_q, q.shape[0], "q")
+        of_k = masks.packed(cu_kv, cu_kv_padded, max_kv, k.shape[0], "kv")
+        if of_q.lengths.shape != of_k.lengths.shape:
+            raise ValueError(
+                f"cu_seqlens_q and cu_seqlens_kv must describe as many sequences, got {of_q.lengths.numel()} and "
+                f"{of_k.lengths.numel()}."
+            )
+        q, k, v = of_q.spread(q), of_k.spread(k), of_k.spread(v)
+        valid = masks.valid_from_lengths(q.shape[1], k.shape[1], of_q.lengths, of_k.lengths, cu_q is cu_kv)
+        return q, k, v, valid, of_q
+
     def _padding(
         self,
         mask_type: str,
@@ -293,13 +331,17 @@ class DotProductAttention(torch.nn.Module):
         """Which tokens of a padded batch are real; None where the mask type has no padding."""
         if "padding" not in mask_type:
             if cu_seqlens_q is not None or cu_seqlens_kv is not None:
-                raise ValueError(f"cu_seqlens are given, but attn_mask_type {mask_type!r} has no padding: use a padding mask type.")
+                raise ValueError(
+                    f"cu_seqlens are given, but attn_mask_type {mask_type!r} has no padding: use a padding mask type."
+                )
             return None
         seq_dim, batch_dim = (1, 0) if layout == "bshd" else (0, 1)
         queries, keys, batch = q.shape[seq_dim], k.shape[seq_dim], q.shape[batch_dim]
         if attention_mask is not None:
             if cu_seqlens_q is not None or cu_seqlens_kv is not None:
-                raise ValueError("padding is given twice: pass either attention_mask or cu_seqlens_q and cu_seqlens_kv.")
+                raise ValueError(
+                    "padding is given twice: pass either attention_mask or cu_seqlens_q and cu_seqlens_kv."
+                )
             return masks.valid_from_masks(attention_mask, batch, queries, keys)
         if cu_seqlens_q is None or cu_seqlens_kv is None:
             raise ValueError(
@@ -311,15 +353,23 @@ class DotProductAttention(torch.nn.Module):
                 f"{tuple(cu_seqlens_kv.shape)}."
             )
         same = cu_seqlens_q is cu_seqlens_kv
-        return masks.valid_from_lengths(queries, keys, masks.lengths_of(cu_seqlens_q), masks.lengths_of(cu_seqlens_kv), same)
+        return masks.valid_from_lengths(
+            queries, keys, masks.lengths_of(cu_seqlens_q), masks.lengths_of(cu_seqlens_kv), same
+        )
 
     def _arbitrary(self, mask_type: str, attention_mask: Tensor | tuple[Tensor, Tensor] | None) -> Tensor | None:
         """The user's own mask, bool, True for masked out."""
         if mask_type != "arbitrary":
             if attention_mask is not None and "padding" not in mask_type and not torch.compiler.is_compiling():
-                say_once(f"ottava: attention_mask has no effect with attn_mask_type {mask_type!r}, only with padding or 'arbitrary'.")
+                say_once(
+                    f"ottava: attention_mask has no effect with attn_mask_type {mask_type!r}, only with padding or 'arbitrary'."
+                )
             return None
-        if not isinstance(attention_mask, Tensor) or attention_mask.dtype is not torch.bool or attention_mask.dim() != 4:
+        if (
+            not isinstance(attention_mask, Tensor)
+            or attention_mask.dtype is not torch.bool
+            or attention_mask.dim() != 4
+        ):
             raise ValueError(
                 "attn_mask_type 'arbitrary' needs attention_mask, a bool tensor broadcastable to [batch, heads, queries, keys] "
                 "with True for masked out."
@@ -351,7 +401,9 @@ class DotProductAttention(torch.nn.Module):
             relative = masks.relative_positions(queries, keys, bottom_right, valid, q.device)
             return masks.alibi_bias(slopes, relative)
         if bias is not None and bias.dim() != 4:
-            raise ValueError(f"core_attention_bias must be broadcastable to [batch, heads, queries, keys], got {tuple(bias.shape)}.")
+            raise ValueError(
+                f"core_attention_bias must be broadcastable to [batch, heads, queries, keys], got {tuple(bias.shape)}."
+            )
         return bias * self.softmax_scale if kind == "pre_scale_bias" and bias is not None else bias
 
 
@@ -363,19 +415,3 @@ def check_heads(heads: int, groups: int, tp_size: int) -> None:
         raise ValueError(
             f"num_attention_heads ({heads}) and num_gqa_groups ({groups}) must be multiples of the tensor-parallel size ({tp_size})."
         )
-
-
-def _replayed(tracker: Any) -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
-    """Contexts for `checkpoint`: the recomputation draws from the random streams as they were the first time."""
-    before = copy.deepcopy(tracker.get_states())
-
-    @contextlib.contextmanager
-    def again() -> Iterator[None]:
-        now = copy.deepcopy(tracker.get_states())
-        tracker.set_states(before)
-        try:
-            yield
-        finally:
-            tracker.set_states(now)
-
-    return contextlib.nullcontext(), again()

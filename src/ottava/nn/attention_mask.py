@@ -23,11 +23,10 @@ MASK_TYPES = (
     "padding_causal_bottom_right",
     "arbitrary",
 )
-ATTENTION_MASK = "attention_mask"
 
 
 def nearest(name: str, valid: tuple[str, ...]) -> str:
-    """" Did you mean 'x'?", or nothing."""
+    """A hint at the valid name that `name` may stand for, with a space before it; empty if there is none."""
     close = difflib.get_close_matches(str(name), valid, n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
 
@@ -120,7 +119,9 @@ def valid_from_masks(attention_mask: Tensor | tuple[Tensor, Tensor], batch: int,
 # ------------------------------------------------------------------------------------------------------------------- mask
 
 
-def relative_positions(queries: int, keys: int, bottom_right: bool, valid: Valid | None, device: torch.device) -> Tensor:
+def relative_positions(
+    queries: int, keys: int, bottom_right: bool, valid: Valid | None, device: torch.device
+) -> Tensor:
     """Query position minus key position, int [1 or b, 1, s, t]. With padding the bottom right corner is that of the real tokens."""
     relative = (torch.arange(queries, device=device)[:, None] - torch.arange(keys, device=device))[None, None]
     if not bottom_right:
@@ -131,7 +132,6 @@ def relative_positions(queries: int, keys: int, bottom_right: bool, valid: Valid
 
 
 def build(
-    mask_type: str,
     window: tuple[int, int],
     bottom_right: bool,
     queries: int,
@@ -215,7 +215,9 @@ class Packed:
         return torch.where(real.view(-1, *(1,) * (padded.dim() - 2)), gathered, gathered.new_zeros(()))
 
 
-def packed(cu_seqlens: Tensor | None, cu_seqlens_padded: Tensor | None, longest: int | None, tokens: int, side: str) -> Packed:
+def packed(
+    cu_seqlens: Tensor | None, cu_seqlens_padded: Tensor | None, longest: int | None, tokens: int, side: str
+) -> Packed:
     """Reads cumulative lengths. Without `longest` it is read from the device; while compiling, `tokens` bounds it instead."""
     if cu_seqlens is None:
         raise ValueError(f"qkv_format 'thd' needs cu_seqlens_{side}, the [batch + 1] cumulative sequence lengths.")
@@ -238,4 +240,6 @@ def _check_packed(starts: Tensor, lengths: Tensor, longest: int, tokens: int, si
     if int(starts[-1]) > tokens or int((starts[:-1] + lengths).max()) > tokens:
         raise ValueError(f"cu_seqlens_{side} end at {int(starts[-1])}, but there are {tokens} tokens.")
     if int(lengths.max()) > longest or int(lengths.min()) < 0:
-        raise ValueError(f"cu_seqlens_{side} has lengths {lengths.tolist()}; they must lie in 0 ... max_seqlen_{side} = {longest}.")
+        raise ValueError(
+            f"cu_seqlens_{side} has lengths {lengths.tolist()}; they must lie in 0 ... max_seqlen_{side} = {longest}."
+        )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ottava import torch_private
+from ottava.kernels.cast import Buffers
 from ottava.nn.core import Chain, Stage, StageTensors
 from ottava.quant.delayed import DelayedState, ScalingView
 from ottava.quant.quantizer import check_float, quantize_by_scheme
@@ -206,38 +207,42 @@ class QuantizedModule(nn.Module):
             plain = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
             plain = plain if dtype is None or plain.dtype == dtype else plain.to(dtype)
             return StageTensors(gamma, beta, plain, bias, None, None, None, None, None, None)
-        q = self._quantized_weight(chain, index, weight, scale, is_first_microbatch)
-        row = q.operand("rowwise")
-        col = q.operand("columnwise") if q.columnwise_data is not None else (None, None, None)
-        return StageTensors(gamma, beta, weight, bias, *row, *col)
+        operands = self._weight_operands(chain, index, weight, scale, is_first_microbatch)
+        return StageTensors(gamma, beta, weight, bias, *operands)
 
-    def _quantized_weight(
+    def _weight_operands(
         self, chain: Chain, index: int, weight: Tensor, scale: Tensor | None, is_first_microbatch: bool | None
-    ) -> QuantizedTensor:
+    ) -> tuple[Tensor | None, ...]:
+        """(data, scale_inv, amax) rowwise, then columnwise (Nones if no backward will need it)."""
         stage = chain.stages[index]
         assert stage.weight is not None
-        if isinstance(weight, QuantizedTensor):
-            if weight.scheme.kind != Scheme.parse(stage.weight).kind:
-                raise ValueError(
-                    f"{type(self).__name__} stores its weight as {weight.scheme}, but the recipe of this autocast needs {stage.weight}: "
-                    "use the recipe that quantized_model_init was given."
-                )
-            return weight
-        if is_first_microbatch is False:
-            if index not in self._weight_cache:
+        stored = weight if isinstance(weight, QuantizedTensor) else None
+        if is_first_microbatch is False and stored is None:
+            stored = self._weight_cache.get(index)
+            if stored is None:
                 raise ValueError("is_first_microbatch=False, but no earlier call had is_first_microbatch=True: no quantized weight is cached.")
-            cached = self._weight_cache[index]
-            if cached.scheme != Scheme.parse(stage.weight):
-                raise ValueError(f"The cached weight is {cached.scheme}, but the recipe now needs {stage.weight}: pass is_first_microbatch=True.")
-            return cached
-        weight_scale = scale[3 * index + 1 : 3 * index + 2] if stage.delayed else None  # type: ignore[index]
+        if stored is not None:
+            self._check_same_scheme(stored, stage.weight)
+            return _operands(stored)
         columnwise = torch.is_grad_enabled() and stage.backward == "quantized"
-        q = quantize_by_scheme(weight, Scheme.parse(stage.weight), weight_scale, None, True, columnwise)
+        weight_scale = scale[3 * index + 1 : 3 * index + 2] if stage.delayed else None  # type: ignore[index]
+        check_float(weight, self.describe("weight"))
+        q = Buffers(*torch.ops.ottava.quantize(weight.detach(), stage.weight, weight_scale, None, True, columnwise))
         if stage.delayed and chain.record:
-            torch.ops.ottava.record_amax_(self.delayed.fwd_amax_history, q.amax, 3 * index + 1, 0)
+            torch.ops.ottava.record_amax_(self.delayed.fwd_amax_history, q.rowwise_amax, 3 * index + 1, 0)
         if is_first_microbatch:
-            self._weight_cache[index] = q
-        return q
+            scheme = Scheme.parse(stage.weight)
+            self._weight_cache[index] = QuantizedTensor.from_buffers(q, scheme, weight.shape, weight.dtype, True, columnwise)
+        row = (q.rowwise_data, q.rowwise_scale_inv, q.rowwise_amax)
+        return (*row, q.columnwise_data, q.columnwise_scale_inv, q.columnwise_amax) if columnwise else (*row, None, None, None)
+
+    def _check_same_scheme(self, stored: QuantizedTensor, wanted: str) -> None:
+        scheme = Scheme.parse(wanted)
+        if (stored.scheme.format, stored.scheme.block) != (scheme.format, scheme.block):
+            raise ValueError(
+                f"{type(self).__name__} holds its weight as {stored.scheme}, but the recipe of this autocast needs {wanted}: use the "
+                "recipe that quantized_model_init was given, or pass is_first_microbatch=True to quantize again."
+            )
 
     def accumulator(self, names: list[str]) -> Callable[[Tensor], None] | None:
         """Adds a float32 weight gradient into `main_grad` of the parameters, if the module was asked to."""
@@ -265,6 +270,11 @@ class QuantizedModule(nn.Module):
             return "quantized by autocast"
         parts = ", ".join(f"{role}: {str(Scheme.of(recipe, role)).removesuffix(':f32')}" for role in ("input", "weight", "grad"))
         return f"{type(recipe).__name__}({parts})"
+
+
+def _operands(q: QuantizedTensor) -> tuple[Tensor | None, ...]:
+    columnwise = q.operand("columnwise") if q.columnwise_data is not None else (None, None, None)
+    return *q.operand("rowwise"), *columnwise
 
 
 def _stored_quantized(weight: Tensor, recipe: Recipe, preserve: bool, who: str) -> nn.Parameter:

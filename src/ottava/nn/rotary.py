@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ottava.kernels import rope
+from ottava.nn.base import default_device
 
 FORMATS = ("sbhd", "bshd", "thd")
 
@@ -22,7 +23,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
             Positions are divided by the factor, or, for sequences longer than factor x pretrained length, by
             `max_seq_len / pretrained_max_position_embeddings`.
         interleaved: the pairs that turn together are (2i, 2i+1) instead of (i, i + dim/2).
-        device: where the table is made; the default is CUDA if there is one.
+        device: where the table is made; by default where modules are (the GPU, if there is one).
 
     Example:
         >>> RotaryPositionEmbedding(64, device="cpu")(max_seq_len=16).shape
@@ -49,13 +50,11 @@ class RotaryPositionEmbedding(torch.nn.Module):
             raise ValueError(
                 f"RotaryPositionEmbedding turns pairs of channels, so dim x rotary_percent must be even, got {dim}."
             )
-        if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
         self.rotary_base = rotary_base
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
         self.interleaved = interleaved
-        exponent = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+        exponent = torch.arange(0, dim, 2, dtype=torch.float32, device=default_device(device)) / dim
         self.register_buffer("inv_freq", 1.0 / (rotary_base**exponent))
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:

@@ -1,0 +1,36 @@
+"""Triton kernel of `delayed.py`: one launch updates all columns of a module's history and scales."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _update_kernel(history_ptr, scale_ptr, N, WINDOW, LIMIT: tl.constexpr, MOST_RECENT: tl.constexpr, BLOCK: tl.constexpr):
+    """One program a column; twin of `scaling.delayed_update`. LIMIT: fp8_max / 2^margin."""
+    column = tl.program_id(0)
+    rows = tl.arange(0, BLOCK)
+    values = tl.load(history_ptr + rows * N + column, mask=rows < WINDOW, other=0.0)
+    after = tl.load(history_ptr + (rows + 1) * N + column, mask=rows + 1 < WINDOW, other=0.0)
+    newest = tl.load(history_ptr + column)
+    amax = newest if MOST_RECENT else tl.max(values)
+    usable = (amax > 0) & (amax < float("inf"))
+    safe = tl.where(usable, amax, 1.0)
+    fresh = tl.div_rn(safe * 0.0 + LIMIT, safe)
+    fresh = tl.where(fresh == float("inf"), 3.4028234663852886e38, fresh)
+    tl.store(scale_ptr + column, fresh, mask=usable)
+    tl.debug_barrier()  # every load of this column comes before the first store
+    rolled = tl.where(rows == WINDOW - 1, newest, after)
+    rolled = tl.where(rows == 0, 0.0, rolled)
+    tl.store(history_ptr + rows * N + column, rolled, mask=(rows < WINDOW) & (newest != 0.0))
+
+
+def update(history: Tensor, scale: Tensor, window: int, limit: float, most_recent: bool) -> None:
+    """history [L, n] and scale [n], in place."""
+    n = history.shape[1]
+    block = triton.next_power_of_2(window)
+    _update_kernel[(n,)](
+        history, scale, n, window, LIMIT=limit, MOST_RECENT=most_recent, BLOCK=block, num_warps=4, enable_fp_fusion=False
+    )

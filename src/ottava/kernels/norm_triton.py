@@ -1,0 +1,122 @@
+"""Triton kernels of `norm.py`: row statistics (with the amax of the output) and the backward pass.
+
+Both hold a whole row in registers: one read of each input. Rows wider than `MAX_WIDTH` take the torch reference.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ottava.kernels import norm
+
+MAX_WIDTH = 32768
+
+
+@triton.jit
+def _stats_kernel(
+    x_ptr, gamma_ptr, beta_ptr, mean_ptr, rstd_ptr, amax_ptr, x_stride, K, eps,
+    CENTER: tl.constexpr, BETA: tl.constexpr, ZERO_CENTERED: tl.constexpr, AMAX: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < K
+    x = tl.load(x_ptr + row.to(tl.int64) * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    if CENTER:
+        mean = tl.sum(x) / K
+        x = tl.where(mask, x - mean, 0.0)
+        tl.store(mean_ptr + row, mean)
+    variance = tl.sum(x * x) / K + eps
+    rstd = tl.div_rn(variance * 0.0 + 1.0, tl.sqrt_rn(variance))
+    tl.store(rstd_ptr + row, rstd)
+    if AMAX:
+        gain = tl.load(gamma_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        if ZERO_CENTERED:
+            gain = gain + 1.0
+        y = (x * rstd) * gain
+        if BETA:
+            y = y + tl.load(beta_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
+        y = tl.where(mask & (y == y), tl.abs(y), 0.0)
+        tl.atomic_max(amax_ptr, tl.max(y))
+
+
+def stats(
+    x: Tensor, gamma: Tensor, beta: Tensor | None, kind: str, eps: float, zero_centered: bool, amax: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `norm._stats`."""
+    m, k = x.shape
+    if k > MAX_WIDTH or m == 0:
+        return norm._stats(x, gamma, beta, kind, eps, zero_centered, amax)
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    center = kind == "LayerNorm"
+    mean = x.new_empty(m if center else 0, dtype=torch.float32)
+    rstd = x.new_empty(m, dtype=torch.float32)
+    out = x.new_zeros(1, dtype=torch.float32) if amax else x.new_empty(0, dtype=torch.float32)
+    block = triton.next_power_of_2(k)
+    _stats_kernel[(m,)](
+        x, gamma, beta, mean, rstd, out, x.stride(0), k, eps,
+        CENTER=center, BETA=beta is not None, ZERO_CENTERED=zero_centered, AMAX=amax, BLOCK=block,
+        num_warps=_warps(block), enable_fp_fusion=False,
+    )  # fmt: skip
+    return mean, rstd, out
+
+
+def _warps(block: int) -> int:
+    return max(1, min(16, block // 512))
+
+
+@triton.jit
+def _backward_kernel(
+    dy_ptr, x_ptr, gamma_ptr, mean_ptr, rstd_ptr, dx_ptr, dgamma_ptr, dbeta_ptr, dy_stride, x_stride, M, K,
+    CENTER: tl.constexpr, BETA: tl.constexpr, ZERO_CENTERED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each program walks rows pid, pid + programs, ... and sums dgamma and dbeta over them into its own row of the partials."""
+    pid = tl.program_id(0)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < K
+    gain = tl.load(gamma_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    if ZERO_CENTERED:
+        gain = gain + 1.0
+    dgamma = tl.zeros([BLOCK], tl.float32)
+    dbeta = tl.zeros([BLOCK], tl.float32)
+    for row in range(pid, M, tl.num_programs(0)):
+        x = tl.load(x_ptr + tl.cast(row, tl.int64) * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + tl.cast(row, tl.int64) * dy_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + row)
+        if CENTER:
+            x = x - tl.load(mean_ptr + row)
+        xhat = tl.where(mask, x * rstd, 0.0)
+        dxhat = dy * gain
+        dx = dxhat - xhat * (tl.sum(dxhat * xhat) / K)
+        if CENTER:
+            dx = dx - tl.sum(dxhat) / K
+        tl.store(dx_ptr + tl.cast(row, tl.int64) * K + cols, (dx * rstd).to(dx_ptr.dtype.element_ty), mask=mask)
+        dgamma += dy * xhat
+        if BETA:
+            dbeta += dy
+    tl.store(dgamma_ptr + pid.to(tl.int64) * K + cols, dgamma, mask=mask)
+    if BETA:
+        tl.store(dbeta_ptr + pid.to(tl.int64) * K + cols, dbeta, mask=mask)
+
+
+def backward(
+    dy: Tensor, x: Tensor, gamma: Tensor, mean: Tensor, rstd: Tensor, zero_centered: bool, beta: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `norm._backward`."""
+    m, k = x.shape
+    if k > MAX_WIDTH or m == 0:
+        return norm._backward(dy, x, gamma, mean, rstd, zero_centered, beta)
+    x, dy = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, dy))
+    programs = min(m, 4 * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 8)
+    dx = torch.empty(m, k, dtype=x.dtype, device=x.device)
+    dgamma = x.new_empty(programs, k, dtype=torch.float32)
+    dbeta = x.new_empty(programs if beta else 0, k, dtype=torch.float32)
+    block = triton.next_power_of_2(k)
+    _backward_kernel[(programs,)](
+        dy, x, gamma, mean, rstd, dx, dgamma, dbeta, dy.stride(0), x.stride(0), m, k,
+        CENTER=mean.numel() > 0, BETA=beta, ZERO_CENTERED=zero_centered, BLOCK=block, num_warps=_warps(block),
+    )  # fmt: skip
+    return dx, dgamma.sum(0).to(gamma.dtype), dbeta.sum(0).to(gamma.dtype) if beta else gamma.new_empty(0)

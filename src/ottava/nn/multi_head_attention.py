@@ -1,0 +1,390 @@
+"""`MultiheadAttention`: projections to queries, keys and values, attention, and the projection back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ottava.nn import attention_mask as masks
+from ottava.nn.attention import FORMATS, DotProductAttention, check_heads
+from ottava.nn.base import InitMethod
+from ottava.nn.layernorm_linear import LayerNormLinear
+from ottava.nn.linear import Linear
+from ottava.nn.qk_norm import qk_norms
+from ottava.nn.rotary import apply_rotary_pos_emb, split_qkv_rope
+
+Freqs = Tensor | tuple[Tensor, Tensor]
+
+
+class MultiheadAttention(torch.nn.Module):
+    """Self- or cross-attention with its projections. Arguments are TransformerEngine's; the ones that need a word:
+
+    Arguments:
+        fuse_qkv_params: one weight for queries, keys and values (`qkv.weight`) instead of three (`qkv.query_weight`, ...).
+        qkv_weight_interleaved: rows of the fused weight are [queries, key, value] for each group, instead of [q | k | v].
+        input_layernorm: normalize the input; the projection is then `layernorm_qkv` (cross-attention: `layernorm_query`).
+        return_bias: return the output projection's bias instead of adding it; return_layernorm_output: also the norm's output.
+        qk_norm_type: None, "RMSNorm", "LayerNorm" or "L2Normalization" of queries and keys, head by head, after the rotary
+            embedding or before it (`qk_norm_before_rope`).
+        seq_length, micro_batch_size: accepted; nothing here needs warming up.
+        recompute: "selective" keeps less for backward, see `LayerNormLinear` and `Linear`.
+
+    Example:
+        >>> block = MultiheadAttention(64, 4, num_gqa_groups=2, attention_dropout=0.0, device="cpu")
+        >>> block(torch.randn(8, 1, 64)).shape
+        torch.Size([8, 1, 64])
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        kv_channels: int | None = None,
+        attention_dropout: float = 0.1,
+        layernorm_epsilon: float = 1e-5,
+        init_method: InitMethod | None = None,
+        output_layer_init_method: InitMethod | None = None,
+        layer_number: int | None = None,
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        num_gqa_groups: int | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        sequence_parallel: bool = False,
+        params_dtype: torch.dtype | None = None,
+        return_bias: bool = False,
+        return_layernorm_output: bool = False,
+        input_layernorm: bool = False,
+        attention_type: str = "self",
+        set_parallel_mode: bool = False,
+        fuse_qkv_params: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        rotary_pos_interleaved: bool = False,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        device: torch.device | str | None = None,
+        qkv_format: str = "sbhd",
+        name: str | None = None,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        softmax_type: str = "vanilla",
+        *,
+        bottom_right_diagonal: bool | None = None,
+        recompute: str = "none",
+    ) -> None:
+        super().__init__()
+        self.attention_type = masks.one_of("attention_type", attention_type, ("self", "cross"))
+        self.qkv_format = masks.one_of("qkv_format", qkv_format, FORMATS)
+        self.attn_mask_type = masks.canonical_mask_type(attn_mask_type)
+        self.window_size = window_size
+        self.layer_number = _check_layer_number(layer_number)
+        tp_size = tp_size if tp_group is None else tp_group.size()
+        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        check_heads(num_attention_heads, groups, tp_size)
+        channels = kv_channels or head_channels(hidden_size, num_attention_heads)
+        self.hidden_size = hidden_size
+        self.num_attention_heads, self.num_gqa_groups = num_attention_heads, groups
+        self.heads_per_partition, self.groups_per_partition = num_attention_heads // tp_size, groups // tp_size
+        self.hidden_size_per_attention_head = channels
+        self.hidden_size_q, self.hidden_size_kv = channels * num_attention_heads, channels * groups
+        self.input_layernorm, self.return_bias = input_layernorm, return_bias
+        self.return_layernorm_output = return_layernorm_output
+        self.fuse_qkv_params = fuse_qkv_params
+        self.qkv_weight_interleaved = qkv_weight_interleaved and fuse_qkv_params
+        self.rotary_pos_interleaved = rotary_pos_interleaved
+        self.qk_norm_before_rope = qk_norm_before_rope
+        self.name = name
+
+        common: dict[str, Any] = {
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "tp_group": tp_group,
+            "tp_size": tp_size,
+            "get_rng_state_tracker": get_rng_state_tracker,
+            "sequence_parallel": sequence_parallel,
+            "params_dtype": params_dtype,
+            "device": device,
+            "bias": bias,
+            "recompute": recompute,
+        }
+        into: dict[str, Any] = {  # the projections of the input: column parallel
+            **common,
+            "init_method": init_method,
+            "parallel_mode": "column" if set_parallel_mode else None,
+        }
+        norm: dict[str, Any] = {
+            "eps": layernorm_epsilon,
+            "normalization": normalization,
+            "zero_centered_gamma": zero_centered_gamma,
+            "return_layernorm_output": return_layernorm_output,
+            "ub_bulk_wgrad": ub_bulk_wgrad,
+            "ub_bulk_dgrad": ub_bulk_dgrad,
+            "ub_overlap_ag": ub_overlap_ag,
+            "ub_overlap_rs_dgrad": ub_overlap_rs_dgrad,
+            "ub_name": "qkv",
+        }
+        if attention_type == "self":
+            self._make_qkv(into, norm)
+        else:
+            self._make_query_and_key_value(into, norm)
+        self.q_norm, self.k_norm = qk_norms(qk_norm_type, channels, qk_norm_eps, params_dtype, device)
+        self.core_attention = DotProductAttention(
+            num_attention_heads,
+            channels,
+            num_gqa_groups=groups,
+            attention_dropout=attention_dropout,
+            qkv_format=qkv_format,
+            bottom_right_diagonal=bottom_right_diagonal,
+            sequence_parallel=sequence_parallel,
+            tp_size=tp_size,
+            get_rng_state_tracker=get_rng_state_tracker,
+            layer_number=self.layer_number,
+            attention_type=attention_type,
+            softmax_type=softmax_type,
+            device=device,
+        )
+        self.proj = Linear(
+            self.hidden_size_q,
+            hidden_size,
+            init_method=output_layer_init_method,
+            return_bias=return_bias,
+            parallel_mode="row" if set_parallel_mode else None,
+            ub_overlap_ag=ub_overlap_ag,
+            ub_overlap_rs=ub_overlap_rs,
+            ub_name="proj",
+            name=_named(name, "proj"),
+            **common,
+        )
+
+    def _make_qkv(self, into: dict[str, Any], norm: dict[str, Any]) -> None:
+        """One projection for queries, keys and values."""
+        width = self.hidden_size_q + 2 * self.hidden_size_kv
+        parts = {"query": self.hidden_size_q, "key": self.hidden_size_kv, "value": self.hidden_size_kv}
+        split = None if self.fuse_qkv_params else parts
+        if self.input_layernorm:
+            self.layernorm_qkv = LayerNormLinear(
+                self.hidden_size,
+                width,
+                parameters_split=split,
+                name=_named(self.name, "layernorm_linear_qkv"),
+                **into,
+                **norm,
+            )
+        else:
+            self.qkv = Linear(
+                self.hidden_size, width, parameters_split=split, name=_named(self.name, "linear_qkv"), **into
+            )
+
+    def _make_query_and_key_value(self, into: dict[str, Any], norm: dict[str, Any]) -> None:
+        """A projection of the input to queries, and one of the encoder's output to keys and values."""
+        if self.input_layernorm:
+            split = None if self.fuse_qkv_params else ("query",)
+            name = _named(self.name, "layernorm_linear_q")
+            self.layernorm_query = LayerNormLinear(
+                self.hidden_size, self.hidden_size_q, parameters_split=split, name=name, **into, **norm
+            )
+        else:
+            self.query_layer = Linear(self.hidden_size, self.hidden_size_q, **into)
+        self.key_value = Linear(
+            self.hidden_size,
+            2 * self.hidden_size_kv,
+            parameters_split=None if self.fuse_qkv_params else ("key", "value"),
+            name=_named(self.name, "linear_kv"),
+            **into,
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | tuple[Tensor, Tensor] | None = None,
+        encoder_output: Tensor | None = None,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        inference_params: Any = None,
+        rotary_pos_emb: Freqs | None = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        cu_seqlens_q_padded: Tensor | None = None,
+        cu_seqlens_kv_padded: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        fast_zero_fill: bool = True,
+        pad_between_seqs: bool | None = None,
+        *,
+        bottom_right_diagonal: bool | None = None,
+    ) -> Any:
+        """hidden_states [s, b, hidden] (or [b, s, hidden], [t, hidden]) -> the same shape.
+
+        Returns the output, followed by the bias (`return_bias`) and the norm's output (`return_layernorm_output`, only with
+        `input_layernorm`). rotary_pos_emb: angles for queries and keys, or a pair. The rest is `DotProductAttention`'s.
+        """
+        self._check_hidden("hidden_states", hidden_states)
+        freqs = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
+        packed_q = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
+        packed_kv = cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded
+        if self.attention_type == "self":
+            q, k, v, norm_out = self._self_qkv(hidden_states, is_first_microbatch, freqs, packed_q)
+        else:
+            if encoder_output is None:
+                raise ValueError("cross-attention needs encoder_output, the sequence that keys and values come from.")
+            self._check_hidden("encoder_output", encoder_output)
+            q, k, v, norm_out = self._cross_qkv(
+                hidden_states, encoder_output, is_first_microbatch, freqs, packed_q, packed_kv
+            )
+        context = self.core_attention(
+            q,
+            k,
+            v,
+            attention_mask,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_kv=cu_seqlens_kv,
+            cu_seqlens_q_padded=cu_seqlens_q_padded,
+            cu_seqlens_kv_padded=cu_seqlens_kv_padded,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_kv=max_seqlen_kv,
+            attn_mask_type=self.attn_mask_type if attn_mask_type is None else attn_mask_type,
+            window_size=self.window_size if window_size is None else window_size,
+            bottom_right_diagonal=bottom_right_diagonal,
+            checkpoint_core_attention=checkpoint_core_attention,
+            core_attention_bias_type=core_attention_bias_type,
+            core_attention_bias=core_attention_bias,
+            alibi_slopes=alibi_slopes,
+            fast_zero_fill=fast_zero_fill,
+            inference_params=inference_params,
+            pad_between_seqs=pad_between_seqs,
+        )
+        projected = self.proj(context, is_first_microbatch=is_first_microbatch)
+        result = projected if self.return_bias else (projected,)
+        if self.input_layernorm and self.return_layernorm_output:
+            result = (*result, norm_out)
+        return result if len(result) > 1 else result[0]
+
+    # ------------------------------------------------------------------------------------------------------------ the parts
+
+    def _project(self, module: LayerNormLinear | Linear, x: Tensor, first: bool | None) -> tuple[Tensor, Tensor | None]:
+        """(projection, norm's output if it was asked for)."""
+        out = module(x, is_first_microbatch=first)
+        return out if isinstance(out, tuple) else (out, None)
+
+    def _self_qkv(
+        self, x: Tensor, first: bool | None, freqs: tuple[Tensor | None, Tensor | None], cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        module = self.layernorm_qkv if self.input_layernorm else self.qkv
+        mixed, norm_out = self._project(module, x, first)  # [..., (heads + 2 groups) channels]
+        norm_first = self.q_norm is not None and self.qk_norm_before_rope
+        q, k, v = split_qkv_rope(
+            mixed,
+            self.heads_per_partition,
+            self.groups_per_partition,
+            by_group=self.qkv_weight_interleaved,
+            tensor_format=self.qkv_format,
+            freqs=(None, None) if norm_first else freqs,
+            interleaved=self.rotary_pos_interleaved,
+            cu_seqlens=cu_seqlens,
+        )
+        q, k = self._normalized(q, k)
+        if norm_first:
+            q, k = self._turned(q, freqs[0], cu_seqlens), self._turned(k, freqs[1], cu_seqlens)
+        return q, k, v, norm_out
+
+    def _cross_qkv(
+        self,
+        x: Tensor,
+        encoder_output: Tensor,
+        first: bool | None,
+        freqs: tuple[Tensor | None, Tensor | None],
+        cu_seqlens_q: Tensor | None,
+        cu_seqlens_kv: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        mixed, _ = self._project(self.key_value, encoder_output, first)  # [..., 2 groups channels]
+        by_group = self.qkv_weight_interleaved
+        _, k, v = split_qkv_rope(mixed, 0, self.groups_per_partition, by_group=by_group, tensor_format=self.qkv_format)
+        module = self.layernorm_query if self.input_layernorm else self.query_layer
+        q, norm_out = self._project(module, x, first)
+        q = q.view(*q.shape[:-1], self.heads_per_partition, self.hidden_size_per_attention_head)
+        if self.qk_norm_before_rope:
+            q, k = self._normalized(q, k)
+        q, k = self._turned(q, freqs[0], cu_seqlens_q), self._turned(k, freqs[1], cu_seqlens_kv)
+        if not self.qk_norm_before_rope:
+            q, k = self._normalized(q, k)
+        return q, k, v, norm_out
+
+    def _normalized(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return (q, k) if self.q_norm is None or self.k_norm is None else (self.q_norm(q), self.k_norm(k))
+
+    def _turned(self, x: Tensor, freqs: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+        if freqs is None:
+            return x
+        return apply_rotary_pos_emb(
+            x, freqs, self.qkv_format, interleaved=self.rotary_pos_interleaved, cu_seqlens=cu_seqlens
+        )
+
+    def _check_hidden(self, what: str, x: Tensor) -> None:
+        dims = 2 if self.qkv_format == "thd" else 3
+        if x.dim() != dims or x.shape[-1] != self.hidden_size:
+            raise ValueError(
+                f"{what} for qkv_format {self.qkv_format!r} must have {dims} dimensions, the last of {self.hidden_size}, "
+                f"got {tuple(x.shape)}."
+            )
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Hands the group to the projections."""
+        hand_down(self, "set_tensor_parallel_group", tp_group)
+
+    def set_context_parallel_group(
+        self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
+    ) -> None:
+        """Only None is accepted: attention runs over whole sequences."""
+        refuse_context_parallel(cp_group)
+
+
+def head_channels(hidden_size: int, heads: int) -> int:
+    """Channels of a head when they are not given."""
+    if hidden_size % heads:
+        raise ValueError(
+            f"hidden_size ({hidden_size}) must be a multiple of num_attention_heads ({heads}), or give kv_channels."
+        )
+    return hidden_size // heads
+
+
+def hand_down(module: torch.nn.Module, method: str, *args: Any) -> None:
+    """Calls `method` on the children, at any depth, that have it; not below those, which pass it on themselves."""
+    for child in module.children():
+        if hasattr(child, method):
+            getattr(child, method)(*args)
+        else:
+            hand_down(child, method, *args)
+
+
+def refuse_context_parallel(cp_group: Any) -> None:
+    """Context parallelism splits sequences over ranks, which the attention here does not do."""
+    if cp_group is not None:
+        raise ValueError("context parallelism is not offered: attention runs over whole sequences on each rank.")
+
+
+def _check_layer_number(layer_number: int | None) -> int:
+    if layer_number is not None and layer_number < 1:
+        raise ValueError(f"layer_number counts from 1, got {layer_number}.")
+    return layer_number or 1
+
+
+def _named(name: str | None, part: str) -> str | None:
+    return None if name is None else f"{name}.{part}"

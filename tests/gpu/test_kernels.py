@@ -1,0 +1,180 @@
+"""Triton kernels give the bytes of the torch reference, which runs on the CPU here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ottava  # noqa: F401
+from ottava.kernels import activation, cast, norm
+from ottava.quant import scaling
+
+pytestmark = pytest.mark.gpu
+
+SCHEMES = [
+    "e4m3:tensor",
+    "e5m2:tensor",
+    "e4m3:tensor:pow2",
+    "e4m3:tensor:eps=0.5",
+    "e4m3:tensor:f32",
+    "e5m2:tensor:f32",
+    "e4m3:1x128:pow2",
+    "e4m3:1x128",
+    "e5m2:1x128:pow2",
+    "e4m3:128x128:pow2",
+    "e5m2:128x128",
+    "e4m3:1x32:f32",
+    "e5m2:1x32",
+    "e2m1:1x16",
+]
+SHAPES = [(256, 512), (16, 16), (144, 272), (1, 128), (33, 96), (130, 4096)]
+DTYPES = [torch.bfloat16, torch.float32, torch.float16]
+
+
+def values(m: int, k: int, kind: str, dtype: torch.dtype) -> torch.Tensor:
+    """Random, with outliers, tiny, or special values."""
+    x = torch.randn(m, k, generator=torch.Generator().manual_seed(m * 7919 + k))
+    if kind == "outliers":
+        x[:: max(1, m // 3), :: max(1, k // 5)] *= 3000
+    if kind == "denormal":
+        x = x * 1e-39
+    if kind == "special":
+        x[0, :4] = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0])
+        x[-1] = 0
+    return x.to(dtype)
+
+
+def assert_same(actual, expected, note) -> None:
+    for name, a, e in zip(cast.Buffers._fields, actual, expected, strict=False):
+        assert a.shape == e.shape, (note, name, a.shape, e.shape)
+        a, e = a.cpu().contiguous(), e.contiguous()
+        same = torch.equal(a, e) if a.dtype == torch.uint8 else torch.equal(a.reshape(-1).view(torch.int32), e.reshape(-1).view(torch.int32))
+        assert same, (note, name, int((a != e).sum()), a.numel())
+
+
+def given_scale(scheme: str) -> torch.Tensor | None:
+    return torch.tensor([37.5]) if scheme.endswith("tensor:f32") else None
+
+
+def on_gpu(*tensors):
+    return [t.cuda() if isinstance(t, torch.Tensor) else t for t in tensors]
+
+
+def fits(scheme: str, m: int, k: int) -> bool:
+    return not scheme.startswith("e2m1") or (m % 16 == 0 and k % 16 == 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_cast_gives_the_reference_bytes(scheme, dtype):
+    for m, k in SHAPES:
+        for kind in ("normal", "outliers", "denormal", "special"):
+            if not fits(scheme, m, k) or (scheme.startswith("e2m1") and kind == "special"):
+                continue
+            x, scale = values(m, k, kind, dtype), given_scale(scheme)
+            expected = cast._quantize(x, scheme, scale, None, True, True)
+            assert_same(torch.ops.ottava.quantize(*on_gpu(x, scheme, scale, None, True, True)), expected, (m, k, kind))
+
+
+@pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_one_direction_alone(scheme, direction):
+    x, scale = values(256, 512, "normal", torch.bfloat16), given_scale(scheme)
+    wanted = (direction == "rowwise", direction == "columnwise")
+    expected = cast._quantize(x, scheme, scale, None, *wanted)
+    assert_same(torch.ops.ottava.quantize(*on_gpu(x, scheme, scale, None, *wanted)), expected, direction)
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_norm_gives_the_reference_bytes_from_the_same_statistics(scheme, kind):
+    for m, k in SHAPES:
+        if not fits(scheme, m, k):
+            continue
+        x = values(m, k, "outliers", torch.bfloat16)
+        gamma, beta = values(1, k, "normal", torch.bfloat16)[0], values(2, k, "normal", torch.bfloat16)[1]
+        beta = beta if kind == "LayerNorm" else None
+        mean, rstd, _ = norm._stats(x, gamma, beta, kind, 1e-5, True, False)
+        args = (x, gamma, beta, mean, rstd, True, scheme, given_scale(scheme), None, True, True)
+        assert_same(torch.ops.ottava.norm_quantize(*on_gpu(*args)), norm._quantize(*args), (m, k))
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_norm_statistics_and_backward_are_close_to_float64(kind):
+    for m, k in ((64, 4096), (7, 100), (300, 512)):
+        x, dy = values(m, k, "normal", torch.float32), values(m, k + 1, "normal", torch.float32)[:, :k]
+        gamma, beta = torch.rand(k) + 0.5, torch.rand(k)
+        beta = beta if kind == "LayerNorm" else None
+        mean, rstd, amax = torch.ops.ottava.norm_stats(*on_gpu(x, gamma, beta, kind, 1e-5, False, True))
+        x64 = x.double().requires_grad_()
+        g64 = gamma.double().requires_grad_()
+        center = x64 - x64.mean(-1, keepdim=True) if kind == "LayerNorm" else x64
+        y64 = center / (center.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * g64
+        y64 = y64 + beta.double() if beta is not None else y64
+        y64.backward(dy.double())
+        assert abs(amax.item() / y64.abs().max().item() - 1) < 1e-5
+        dx, dgamma, _ = torch.ops.ottava.norm_backward(*on_gpu(dy.contiguous(), x, gamma, mean, rstd, False, beta is not None))
+        torch.testing.assert_close(dx.cpu().double(), x64.grad, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(dgamma.cpu().double(), g64.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", list(activation.ACTIVATIONS))
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_activations_give_the_reference_bytes_both_ways(scheme, name):
+    gated = activation.get(name).gated
+    for m, k in ((256, 512), (48, 96), (130, 1024)):
+        if not fits(scheme, m, k):
+            continue
+        h, scale = values(m, 2 * k if gated else k, "normal", torch.bfloat16) * 3, given_scale(scheme)
+        args = (h, name, scheme, scale, None, True, True)
+        if scheme != "e2m1:1x16":
+            assert_same(torch.ops.ottava.activation_quantize(*on_gpu(*args)), activation._quantize(*args), ("forward", m, k))
+        dy = values(m, k, "normal", torch.bfloat16)
+        args = (dy, h, name, scheme, scale, None, True, True, True)
+        actual, expected = torch.ops.ottava.activation_backward_quantize(*on_gpu(*args)), activation._backward_quantize(*args)
+        assert_same(actual[:6], expected[:6], ("backward", m, k))
+        torch.testing.assert_close(actual[6].cpu().float(), expected[6].float(), rtol=2e-2, atol=2e-1)
+        assert torch.equal(torch.ops.ottava.activation(h.cuda(), name).cpu(), activation._forward(h, name))
+        assert torch.equal(torch.ops.ottava.activation_backward(dy.cuda(), h.cuda(), name).cpu(), activation._backward(dy, h, name))
+
+
+def test_amax_ignores_nan_and_keeps_inf():
+    x = values(100, 300, "special", torch.float32)
+    assert torch.ops.ottava.amax(x.cuda()).item() == float("inf")
+    x[x.isinf()] = 0
+    assert torch.equal(torch.ops.ottava.amax(x.cuda()).cpu(), cast._amax(x))
+
+
+@pytest.mark.parametrize("most_recent", [True, False])
+@pytest.mark.parametrize("window", [1, 2, 16, 1024])
+def test_delayed_update_equals_the_reference(window, most_recent):
+    history = torch.rand(1024, 6, generator=torch.Generator().manual_seed(0))
+    history[0, 2], history[0, 3], history[:, 4] = 0.0, float("inf"), 1e-44
+    scale = torch.rand(6) + 0.5
+    expected = scaling.delayed_update(history, scale, window, 448.0, 1, most_recent)
+    h, s = history.cuda(), scale.cuda()
+    torch.ops.ottava.delayed_update_(h, s, window, 448.0, 1, most_recent)
+    assert torch.equal(h.cpu(), expected[0])
+    assert torch.equal(s.cpu(), expected[1])
+
+
+GEMM_PAIRS = [("e4m3:tensor", "e4m3:tensor"), ("e5m2:tensor", "e4m3:tensor"), ("e4m3:1x128:pow2", "e4m3:128x128:pow2")]
+GEMM_PAIRS += [("e4m3:1x128:pow2", "e4m3:1x128:pow2"), ("e4m3:1x128", "e4m3:128x128"), ("e5m2:1x128:pow2", "e4m3:128x128:pow2")]
+GEMM_PAIRS += [("e5m2:1x128:pow2", "e4m3:1x128:pow2"), ("e4m3:1x32", "e4m3:1x32"), ("e2m1:1x16", "e2m1:16x16")]
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("pair", GEMM_PAIRS)
+def test_gemm_is_close_to_float64(pair, out_dtype):
+    for m, n, k in ((256, 384, 512), (64, 128, 128), (48, 80, 208), (17, 32, 64), (128, 256, 640)):
+        if pair[0].startswith("e2m1") and m % 16:
+            continue
+        a, b = values(m, k, "normal", torch.bfloat16), values(n, k, "outliers", torch.bfloat16) * 0.01
+        qa = cast.Buffers(*torch.ops.ottava.quantize(a.cuda(), pair[0], None, None, True, False))
+        qb = cast.Buffers(*torch.ops.ottava.quantize(b.cuda(), pair[1], None, None, True, False))
+        bias = values(1, n, "normal", torch.bfloat16)[0]
+        exact = [torch.ops.ottava.dequantize(q[0], q[1], q[4], s, torch.float32).double() for q, s in zip((qa, qb), pair, strict=True)]
+        expected = exact[0] @ exact[1].t() + bias.cuda().double()
+        out = torch.ops.ottava.scaled_mm(qa[0], qa[1], qa[4], qb[0], qb[1], qb[4], *pair, bias.cuda(), out_dtype, True)
+        error = (out.double() - expected).norm() / expected.norm()
+        assert error < (3e-3 if out_dtype == torch.bfloat16 else 2e-4), ((m, n, k), error.item())
