@@ -27,8 +27,9 @@ SCHEMES = [
     "e5m2:1x32",
     "e2m1:1x16",
 ]
-SHAPES = [(256, 512), (16, 16), (144, 272), (1, 128), (33, 96), (130, 4096)]
-DTYPES = [torch.bfloat16, torch.float32, torch.float16]
+SHAPES = [(256, 512), (144, 272), (1, 128), (33, 97)]  # even tiles, ragged tiles, one row, nothing divisible
+# Every scheme in bf16; the other dtypes share its code, so three schemes stand for all (each variant compiles for a second).
+CASTS = [(s, torch.bfloat16) for s in SCHEMES] + [(s, d) for s in (SCHEMES[0], SCHEMES[7], SCHEMES[11]) for d in (torch.float32, torch.float16)]
 
 
 def values(m: int, k: int, kind: str, dtype: torch.dtype) -> torch.Tensor:
@@ -64,8 +65,7 @@ def fits(scheme: str, m: int, k: int) -> bool:
     return not scheme.startswith("e2m1") or (m % 16 == 0 and k % 16 == 0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme,dtype", CASTS)
 def test_cast_gives_the_reference_bytes(scheme, dtype):
     for m, k in SHAPES:
         for kind in ("normal", "outliers", "denormal", "special"):
@@ -88,7 +88,7 @@ def test_one_direction_alone(scheme, direction):
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_norm_gives_the_reference_bytes_from_the_same_statistics(scheme, kind):
-    for m, k in SHAPES:
+    for m, k in SHAPES[:2]:
         if not fits(scheme, m, k):
             continue
         x = values(m, k, "outliers", torch.bfloat16)
@@ -118,11 +118,14 @@ def test_norm_statistics_and_backward_are_close_to_float64(kind):
         torch.testing.assert_close(dgamma.cpu().double(), g64.grad, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", list(activation.ACTIVATIONS))
-@pytest.mark.parametrize("scheme", SCHEMES)
+ACTIVATION_CASES = [(s, n) for s in SCHEMES for n in ("swiglu", "gelu")]
+ACTIVATION_CASES += [("e4m3:tensor:f32", n) for n in activation.ACTIVATIONS if n not in ("swiglu", "gelu")]
+
+
+@pytest.mark.parametrize("scheme,name", ACTIVATION_CASES)
 def test_activations_give_the_reference_bytes_both_ways(scheme, name):
     gated = activation.get(name).gated
-    for m, k in ((256, 512), (48, 96), (130, 1024)):
+    for m, k in ((256, 512), (48, 96)):
         if not fits(scheme, m, k):
             continue
         h, scale = values(m, 2 * k if gated else k, "normal", torch.bfloat16) * 3, given_scale(scheme)

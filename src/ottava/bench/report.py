@@ -1,0 +1,40 @@
+"""What every benchmark writes: figures as JSON, with the command and the machine."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ottava
+
+
+def machine() -> dict[str, Any]:
+    """The device and the versions that a figure depends on."""
+    cuda = torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if cuda else None,
+        "cudnn": torch.backends.cudnn.version() if cuda else None,
+        "python": platform.python_version(),
+        "ottava": ottava.__version__,
+    }
+
+
+def write(path: Path, name: str, results: dict[str, Any]) -> None:
+    """Writes `results` with the machine and the command to `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    document = {
+        "benchmark": name,
+        "command": "ottava " + " ".join(sys.argv[1:]),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "machine": machine(),
+        **results,
+    }
+    path.write_text(json.dumps(document, indent=1) + "\n")
