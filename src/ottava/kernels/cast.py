@@ -103,15 +103,19 @@ def _one_way_nvfp4(x: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def nvfp4_tensor_scale(amax: Tensor) -> Tensor:
-    """amax / (448 * 6); 1 for an all-zero or non-finite tensor, so that it stays zero instead of becoming 0/0."""
+    """amax / (448 * 6), at least the smallest normal float32 so that its reciprocal is finite.
+
+    1 for an all-zero or non-finite tensor: zeros stay zeros instead of becoming 0/0.
+    """
     usable = torch.isfinite(amax) & (amax > 0)
-    return torch.where(usable, amax / torch.full_like(amax, 448.0 * 6.0), torch.ones_like(amax))
+    scale = (amax / torch.full_like(amax, 448.0 * 6.0)).clamp_min(torch.finfo(torch.float32).tiny)
+    return torch.where(usable, scale, torch.ones_like(amax))
 
 
 def to_e2m1_codes(x: Tensor, stochastic: bool) -> Tensor:
     """float32 in [-6, 6] -> 4-bit codes (uint8), rounding to nearest with ties to even, or stochastically. NaN becomes 6."""
     magnitude = x.abs()
-    sign = torch.signbit(x).to(torch.uint8) << 3
+    sign = (torch.signbit(x) & ~x.isnan()).to(torch.uint8) << 3  # devices disagree about the sign of a NaN
     values = torch.tensor(E2M1_VALUES, device=x.device)
     below = torch.bucketize(magnitude, values, right=True).sub_(1).clamp_(0, 6)  # values[below] <= magnitude
     low, high = values[below], values[below + 1]

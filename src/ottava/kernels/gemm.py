@@ -108,11 +108,10 @@ def _scaled_mm_fake(
 def _native(a_scheme: Scheme, b_scheme: Scheme, device: torch.device) -> bool:
     """Whether cuBLASLt multiplies these two on this device."""
     capability = torch.cuda.get_device_capability(device)
-    if "e5m2" == a_scheme.format == b_scheme.format:
-        return False
     if a_scheme.kind == "tensor":
-        return capability >= (8, 9)
-    return a_scheme.kind == "block" and capability == (9, 0)
+        return capability >= (8, 9) and not ("e5m2" == a_scheme.format == b_scheme.format)
+    only_e4m3 = "e4m3" == a_scheme.format == b_scheme.format
+    return a_scheme.block == (1, 128) and b_scheme.kind == "block" and capability == (9, 0) and only_e4m3
 
 
 def _align(x: Tensor) -> Tensor:
@@ -180,7 +179,7 @@ def _cublas_blockwise(
         _typed(b, sb).t(),
         _cublas_scale(a_scale, sa),
         _BLOCK_TYPES[sa.block],
-        _cublas_scale(b_scale, sb).t(),
+        _cublas_scale(b_scale, sb),
         _BLOCK_TYPES[sb.block],
         output_dtype=out_dtype,
     )
@@ -188,10 +187,13 @@ def _cublas_blockwise(
 
 
 def _cublas_scale(scale: Tensor, scheme: Scheme) -> Tensor:
-    """1x128 scales are wanted with the row index fastest (the kernels write them so), 128x128 scales with k fastest."""
+    """1x128 scales as [rows, k/128] with the row index fastest (the kernels write them so).
+
+    128x128 scales (only of B) as [k/128 rounded up to 4, rows/128] with k fastest.
+    """
     if scheme.block == (1, 128):
         return scale if scale.stride(0) == 1 else scale.t().contiguous().t()
-    return scale.contiguous()
+    return pad(scale, (0, -scale.shape[1] % 4)).t()
 
 
 def _typed(data: Tensor, scheme: Scheme) -> Tensor:

@@ -172,6 +172,36 @@ def _to_bytes(v, E5M2: tl.constexpr):
 
 
 @triton.jit
+def _pair_to_bytes(low, high, E5M2: tl.constexpr):
+    """Two float32 tiles -> one of 16 bits: FP8 of `low` in the low byte, of `high` in the high byte."""
+    if E5M2:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.e5m2x2.f32 $0, $2, $1;", "=h,f,f", [low, high], dtype=tl.uint16, is_pure=True, pack=1
+        )
+    return tl.inline_asm_elementwise(
+        "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [low, high], dtype=tl.uint16, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _store_columnwise(v, col_ptr, row0, col0, col_end, M, E5M2: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
+    """Casts v [BM, BK] (already scaled) and stores its transpose at [col0, row0] of col_ptr [., M].
+
+    Whole tiles are transposed as float32 and stored as pairs of bytes.
+    """
+    r, c = tl.arange(0, BM), tl.arange(0, BK)
+    if EVEN:
+        low, high = tl.split(tl.reshape(tl.trans(v), [BK, BM // 2, 2]))
+        pairs = tl.arange(0, BM // 2)
+        at = (col0.to(tl.int64) * M + row0) // 2 + c[:, None] * (M // 2) + pairs[None, :]
+        tl.store(col_ptr.to(tl.pointer_type(tl.uint16)) + at, _pair_to_bytes(low, high, E5M2))
+    else:
+        at = col0.to(tl.int64) * M + row0 + c[:, None] * M + r[None, :]
+        mask = (col0 + c < col_end)[:, None] & (row0 + r < M)[None, :]
+        tl.store(col_ptr + at, tl.trans(_to_bytes(v, E5M2)), mask=mask)
+
+
+@triton.jit
 def _store(pointers, values, mask, EVEN: tl.constexpr):
     if EVEN:
         tl.store(pointers, values)
@@ -191,17 +221,19 @@ def _load(pointers, mask, EVEN: tl.constexpr):
 
 @triton.jit
 def _consume(
-    v, row0, col0, M, K, scale,
+    v, row0, col0, col_end, M, K, scale,
     row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, sum_ptr, plain_ptr,
     KIND: tl.constexpr, E5M2: tl.constexpr, FP8_MAX: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     INF_VALUE: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, AMAX: tl.constexpr, SUM: tl.constexpr,
     ROUND: tl.constexpr, DTYPE: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """v: float32 [BM, BK], the tile at (row0, col0) of the output [M, K]; zero outside of it. Reductions ignore NaN."""
+    """v: float32 [BM, BK], the tile at (row0, col0) of the output [M, K]; zero outside of it. Reductions ignore NaN.
+
+    col_end: where this tile's half of the output ends.
+    """
     r, c = tl.arange(0, BM), tl.arange(0, BK)
-    mask = (row0 + r < M)[:, None] & (col0 + c < K)[None, :]
+    mask = (row0 + r < M)[:, None] & (col0 + c < col_end)[None, :]
     row_at = row0.to(tl.int64) * K + col0 + r[:, None] * K + c[None, :]
-    col_at = col0.to(tl.int64) * M + row0 + c[:, None] * M + r[None, :]
     if AMAX == "unrounded":
         _raise(amax_ptr, tl.max(tl.abs(v)))
     if ROUND:
@@ -209,7 +241,7 @@ def _consume(
     if AMAX == "rounded":
         _raise(amax_ptr, tl.max(tl.abs(v)))
     if SUM:
-        tl.store(sum_ptr + (row0 // BM).to(tl.int64) * K + col0 + c, tl.sum(v, axis=0), mask=col0 + c < K)
+        tl.store(sum_ptr + (row0 // BM).to(tl.int64) * K + col0 + c, tl.sum(v, axis=0), mask=col0 + c < col_end)
     if KIND == "plain":
         _store(plain_ptr + row_at, v.to(DTYPE), mask, EVEN)
     elif KIND == "tensor":
@@ -217,7 +249,7 @@ def _consume(
         if ROWWISE:
             _store(row_ptr + row_at, q, mask, EVEN)
         if COLUMNWISE:
-            _store(col_ptr + col_at, tl.trans(q), tl.trans(mask), EVEN)
+            _store_columnwise(v * scale, col_ptr, row0, col0, col_end, M, E5M2, EVEN, BM, BK)
     elif KIND == "block2d":
         tile_scale = _scale_of(tl.max(tl.abs(v)), FP8_MAX, EPSILON, POWER_OF_TWO, INF_VALUE)
         q = _to_bytes(v * tile_scale, E5M2)
@@ -226,7 +258,7 @@ def _consume(
             _store(row_ptr + row_at, q, mask, EVEN)
             tl.store(row_scale_ptr + (row0 // BM) * tl.cdiv(K, BK) + col0 // BK, inverse)
         if COLUMNWISE:
-            _store(col_ptr + col_at, tl.trans(q), tl.trans(mask), EVEN)
+            _store_columnwise(v * tile_scale, col_ptr, row0, col0, col_end, M, E5M2, EVEN, BM, BK)
             tl.store(col_scale_ptr + (col0 // BK) * tl.cdiv(M, BM) + row0 // BM, inverse)
     elif KIND == "block1d":
         if ROWWISE:
@@ -235,8 +267,8 @@ def _consume(
             tl.store(row_scale_ptr + (col0 // BK).to(tl.int64) * M + row0 + r, _reciprocal(row_scale), mask=row0 + r < M)
         if COLUMNWISE:
             col_scale = _scale_of(tl.max(tl.abs(v), axis=0), FP8_MAX, EPSILON, POWER_OF_TWO, INF_VALUE)
-            _store(col_ptr + col_at, tl.trans(_to_bytes(v * col_scale[None, :], E5M2)), tl.trans(mask), EVEN)
-            tl.store(col_scale_ptr + (row0 // BM).to(tl.int64) * K + col0 + c, _reciprocal(col_scale), mask=col0 + c < K)
+            _store_columnwise(v * col_scale[None, :], col_ptr, row0, col0, col_end, M, E5M2, EVEN, BM, BK)
+            tl.store(col_scale_ptr + (row0 // BM).to(tl.int64) * K + col0 + c, _reciprocal(col_scale), mask=col0 + c < col_end)
     elif KIND == "mx":
         if ROWWISE:
             blocks = tl.reshape(v, [BM, BK // 32, 32])
@@ -252,13 +284,13 @@ def _consume(
         if COLUMNWISE:
             blocks = tl.reshape(v, [BM // 32, 32, BK])
             exponent = _e8m0_of(tl.max(tl.abs(blocks), axis=1), FP8_MAX)
-            q = _to_bytes(blocks * _power_of_two(exponent)[:, None, :], E5M2)
-            _store(col_ptr + col_at, tl.trans(tl.reshape(q, [BM, BK])), tl.trans(mask), EVEN)
+            scaled = tl.reshape(blocks * _power_of_two(exponent)[:, None, :], [BM, BK])
+            _store_columnwise(scaled, col_ptr, row0, col0, col_end, M, E5M2, EVEN, BM, BK)
             block = row0 // 32 + tl.arange(0, BM // 32)
             width = tl.cdiv(M, 32)
             tl.store(
                 col_scale_ptr + (col0 + c)[None, :].to(tl.int64) * width + block[:, None], exponent.to(tl.uint8),
-                mask=(col0 + c < K)[None, :] & (block < width)[:, None],
+                mask=(col0 + c < col_end)[None, :] & (block < width)[:, None],
             )  # fmt: skip
 
 
@@ -319,7 +351,7 @@ def _tile_kernel(
             up = _load(x_at + K, mask, EVEN)
             v = (dy * up) * _derivative(x, ACT)
             _consume(
-                dy * _activate(x, ACT), row0, col0 + K, M, 2 * K, scale,
+                dy * _activate(x, ACT), row0, col0 + K, 2 * K, M, 2 * K, scale,
                 row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, sum_ptr, plain_ptr,
                 KIND, E5M2, FP8_MAX, EPSILON, POWER_OF_TWO, INF_VALUE, ROWWISE, COLUMNWISE, AMAX, SUM, ROUND, DTYPE, EVEN, BM, BK,
             )  # fmt: skip
@@ -330,7 +362,7 @@ def _tile_kernel(
 
     WIDTH = 2 * K if (PRODUCER == "activation_backward") & GATED else K
     _consume(
-        v, row0, col0, M, WIDTH, scale,
+        v, row0, col0, K, M, WIDTH, scale,
         row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, sum_ptr, plain_ptr,
         KIND, E5M2, FP8_MAX, EPSILON, POWER_OF_TWO, INF_VALUE, ROWWISE, COLUMNWISE, AMAX, SUM, ROUND, DTYPE, EVEN, BM, BK,
     )  # fmt: skip
