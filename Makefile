@@ -32,7 +32,7 @@ test-fast: $(STAMP) ## the tests that are not marked slow
 	$(BIN)/python -m pytest -q -m "not slow"
 
 test-gpu: $(STAMP) ## the tests that need a CUDA device
-	$(BIN)/python -m pytest -q tests/gpu
+	PYTHON=$(BIN)/python bash tests/gpu/run.sh
 
 docs-test: $(STAMP) ## run every python block of the docs and check their links
 	$(BIN)/python -m pytest -q tests/docs

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import ottava
+import ottava.optimizers
 from markdown_pages import Block, anchors, blocks, code_spans, links
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,6 +107,14 @@ def test_make_commands_exist() -> None:
             assert not unknown, f"{where}: the Makefile has no target {sorted(unknown)}"
 
 
+def is_runnable(module: str) -> bool:
+    """Whether `python -m module` has something to run: a module, or a package with a `__main__`."""
+    spec = importlib.util.find_spec(module)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{module}.__main__")
+    return spec is not None
+
+
 def test_modules_and_scripts_named_in_commands_exist() -> None:
     for where, words in shell_commands():
         if Path(words[0]).name not in ("python", "python3", "torchrun"):
@@ -112,7 +122,7 @@ def test_modules_and_scripts_named_in_commands_exist() -> None:
         for script in (w for w in words[1:] if w.endswith(".py") and "/" in w):
             assert (ROOT / script).exists(), f"{where}: {script} does not exist"
         if words[1:2] == ["-m"] and words[2].startswith("ottava"):
-            assert importlib.util.find_spec(words[2]), f"{where}: no module {words[2]}"
+            assert is_runnable(words[2]), f"{where}: python -m {words[2]} runs nothing"
 
 
 def ottava_commands() -> dict[tuple[str, ...], str]:
@@ -134,3 +144,13 @@ def test_ottava_commands_exist() -> None:
         call = [sys.executable, "-m", "ottava", *command, "--help"]
         done = subprocess.run(call, env=env, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, f"{where}: ottava {' '.join(command)} --help says {done.stderr}"
+
+
+def test_names_that_readme_says_work_exist() -> None:
+    rooms = (ottava, ottava.recipe, ottava.optimizers)
+    for line in (ROOT / "README.md").read_text().splitlines():
+        name, _, state = line.strip("| ").partition(" | ")
+        if state.startswith("works"):
+            for word in re.findall(r"`([A-Za-z_]+)`", name):
+                known = any(hasattr(room, word) for room in rooms) or word == "is_first_microbatch"
+                assert known, f"README says that {word} works, but there is no such name"

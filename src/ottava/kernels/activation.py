@@ -173,7 +173,10 @@ def _quantize_fake(h: Tensor, name: str, scheme: str, scale: Tensor | None, amax
 def _quantize_cuda(h: Tensor, name: str, scheme: str, scale: Tensor | None, amax: Tensor | None, rowwise: bool, columnwise: bool) -> Six:
     from ottava.kernels import tile
 
-    return tile.quantize(tile.Activation(h, get(name)), Scheme.parse(scheme), scale, amax, rowwise, columnwise)
+    parsed, producer = Scheme.parse(scheme), tile.Activation(h, get(name))
+    if not tile.supports(producer, parsed):
+        return _quantize(h, name, scheme, scale, amax, rowwise, columnwise)
+    return tile.quantize(producer, parsed, scale, amax, rowwise, columnwise)
 
 
 quantize = define("activation_quantize", _quantize, _quantize_fake, _quantize_cuda)
@@ -262,9 +265,11 @@ def _backward_quantize_cuda(
 ) -> Seven:
     from ottava.kernels import tile
 
-    producer = tile.ActivationBackward(dy, h, get(name))
+    parsed, producer = Scheme.parse(scheme), tile.ActivationBackward(dy, h, get(name))
+    if not tile.supports(producer, parsed):
+        return _backward_quantize(dy, h, name, scheme, scale, amax, rowwise, columnwise, column_sum)
     sums = h.new_empty(h.shape[1] if column_sum else 0, dtype=torch.float32)
-    buffers = tile.quantize(producer, Scheme.parse(scheme), scale, amax, rowwise, columnwise, sums)
+    buffers = tile.quantize(producer, parsed, scale, amax, rowwise, columnwise, sums)
     return *buffers, sums.to(h.dtype)
 
 

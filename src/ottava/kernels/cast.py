@@ -24,7 +24,8 @@ class Buffers(NamedTuple):
 
     Of values [M, K]: rowwise_data is uint8 [M, K] ([M, K/2] for E2M1), columnwise_data [K, M] ([K, M/2]).
     Scales: per tensor [1]; 1xB [M, ceil(K/B)]; BxB [ceil(M/B), ceil(K/B)]; columnwise the same of the transpose.
-    Per-tensor amax [1]: of the values that were quantized; columnwise_amax differs from rowwise_amax only after a Hadamard transform.
+    Amax [1]: of the values that were quantized, for per-tensor schemes (rowwise_amax, whatever copies were made) and NVFP4 (one a
+    copy, since the columnwise one may be of Hadamard-transformed values).
     """
 
     rowwise_data: Tensor
@@ -203,7 +204,9 @@ def _transposed(row: tuple[Tensor, Tensor, Tensor], scheme: Scheme) -> tuple[Ten
         data = (codes[:, 0::2] | (codes[:, 1::2] << 4)).contiguous()
     else:
         data = data.t().contiguous()
-    return data, scale_inv.clone() if scheme.per_tensor else scale_inv.t().contiguous(), amax.clone()
+    if scheme.per_tensor:
+        return data, scale_inv.clone(), amax.new_empty(0)
+    return data, scale_inv.t().contiguous(), amax.clone()
 
 
 def fake_buffers(x: Tensor, m: int, k: int, scheme: Scheme, rowwise: bool, columnwise: bool) -> Buffers:
@@ -222,11 +225,9 @@ def fake_buffers(x: Tensor, m: int, k: int, scheme: Scheme, rowwise: bool, colum
     def amax(wanted: bool) -> Tensor:
         return x.new_empty(1 if wanted else 0, dtype=torch.float32)
 
-    has_amax = scheme.kind in ("tensor", "nvfp4")
+    nvfp4 = scheme.kind == "nvfp4"
     row, col = one(m, k, rowwise), one(k, m, columnwise)
-    return Buffers(
-        row[0], row[1], col[0], col[1], amax(scheme.per_tensor or (has_amax and rowwise)), amax(has_amax and columnwise)
-    )
+    return Buffers(row[0], row[1], col[0], col[1], amax(scheme.per_tensor or (nvfp4 and rowwise)), amax(nvfp4 and columnwise))
 
 
 # ------------------------------------------------------------------------------------------------------------------- ops
@@ -246,7 +247,10 @@ def _quantize_fake(x: Tensor, scheme: str, scale: Tensor | None, amax: Tensor | 
 def _quantize_cuda(x: Tensor, scheme: str, scale: Tensor | None, amax: Tensor | None, rowwise: bool, columnwise: bool) -> Six:
     from ottava.kernels import tile
 
-    return tile.quantize(tile.Identity(x), Scheme.parse(scheme), scale, amax, rowwise, columnwise)
+    parsed, producer = Scheme.parse(scheme), tile.Identity(x)
+    if not tile.supports(producer, parsed):
+        return _quantize(x, scheme, scale, amax, rowwise, columnwise)
+    return tile.quantize(producer, parsed, scale, amax, rowwise, columnwise)
 
 
 quantize = define("quantize", _quantize, _quantize_fake, _quantize_cuda)

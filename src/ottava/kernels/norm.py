@@ -129,8 +129,10 @@ def _quantize_cuda(
 ) -> Six:
     from ottava.kernels import tile
 
-    producer = tile.Norm(x, gamma, beta, mean, rstd, zero_centered)
-    return tile.quantize(producer, Scheme.parse(scheme), scale, amax, rowwise, columnwise)
+    parsed, producer = Scheme.parse(scheme), tile.Norm(x, gamma, beta, mean, rstd, zero_centered)
+    if not tile.supports(producer, parsed):
+        return _quantize(x, gamma, beta, mean, rstd, zero_centered, scheme, scale, amax, rowwise, columnwise)
+    return tile.quantize(producer, parsed, scale, amax, rowwise, columnwise)
 
 
 quantize = define("norm_quantize", _quantize, _quantize_fake, _quantize_cuda)

@@ -184,29 +184,27 @@ def _pair_to_bytes(low, high, E5M2: tl.constexpr):
 
 
 @triton.jit
-def _store_columnwise(v, col_ptr, row0, col0, col_end, M, E5M2: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
-    """Casts v [BM, BK] (already scaled) and stores its transpose at [col0, row0] of col_ptr [., M].
-
-    Whole tiles are transposed as float32 and stored as pairs of bytes.
-    """
-    r, c = tl.arange(0, BM), tl.arange(0, BK)
-    if EVEN:
-        low, high = tl.split(tl.reshape(tl.trans(v), [BK, BM // 2, 2]))
-        pairs = tl.arange(0, BM // 2)
-        at = (col0.to(tl.int64) * M + row0) // 2 + c[:, None] * (M // 2) + pairs[None, :]
-        tl.store(col_ptr.to(tl.pointer_type(tl.uint16)) + at, _pair_to_bytes(low, high, E5M2))
-    else:
-        at = col0.to(tl.int64) * M + row0 + c[:, None] * M + r[None, :]
-        mask = (col0 + c < col_end)[:, None] & (row0 + r < M)[None, :]
-        tl.store(col_ptr + at, tl.trans(_to_bytes(v, E5M2)), mask=mask)
-
-
-@triton.jit
 def _store(pointers, values, mask, EVEN: tl.constexpr):
     if EVEN:
         tl.store(pointers, values)
     else:
         tl.store(pointers, values, mask=mask)
+
+
+@triton.jit
+def _store_columnwise(
+    v, col_ptr, row0, col0, col_end, M, stride, E5M2: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr
+):  # fmt: skip
+    """Casts v [BM, BK] (already scaled) and stores its transpose at [col0, row0] of col_ptr, whose rows are `stride` (even) apart.
+
+    Transposed as float32 and stored as pairs of bytes: Triton 3.6 miscompiles the transposition of 8-bit tiles on Hopper (a
+    quarter of the bytes end up in other places), and the pair is what the cast instruction makes anyway.
+    """
+    low, high = tl.split(tl.reshape(tl.trans(v), [BK, BM // 2, 2]))
+    c, p = tl.arange(0, BK), tl.arange(0, BM // 2)
+    at = (col0.to(tl.int64) * stride + row0) // 2 + c[:, None] * (stride // 2) + p[None, :]
+    mask = (col0 + c < col_end)[:, None] & (row0 + 2 * p < M)[None, :]
+    _store(col_ptr.to(tl.pointer_type(tl.uint16)) + at, _pair_to_bytes(low, high, E5M2), mask, EVEN)
 
 
 @triton.jit
@@ -221,7 +219,7 @@ def _load(pointers, mask, EVEN: tl.constexpr):
 
 @triton.jit
 def _consume(
-    v, row0, col0, col_end, M, K, scale,
+    v, row0, col0, col_end, M, K, col_stride, scale,
     row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, sum_ptr, plain_ptr,
     KIND: tl.constexpr, E5M2: tl.constexpr, FP8_MAX: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     INF_VALUE: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, AMAX: tl.constexpr, SUM: tl.constexpr,
@@ -249,7 +247,7 @@ def _consume(
         if ROWWISE:
             _store(row_ptr + row_at, q, mask, EVEN)
         if COLUMNWISE:
-            _store_columnwise(v * scale, col_ptr, row0, col0, col_end, M, E5M2, EVEN, BM, BK)
+            _store_columnwise(v * scale, col_ptr, row0, col0, col_end, M, col_stride, E5M2, EVEN, BM, BK)
     elif KIND == "block2d":
         tile_scale = _scale_of(tl.max(tl.abs(v)), FP8_MAX, EPSILON, POWER_OF_TWO, INF_VALUE)
         q = _to_bytes(v * tile_scale, E5M2)
@@ -258,7 +256,7 @@ def _consume(
             _store(row_ptr + row_at, q, mask, EVEN)
             tl.store(row_scale_ptr + (row0 // BM) * tl.cdiv(K, BK) + col0 // BK, inverse)
         if COLUMNWISE:
-            _store_columnwise(v * tile_scale, col_ptr, row0, col0, col_end, M, E5M2, EVEN, BM, BK)
+            _store_columnwise(v * tile_scale, col_ptr, row0, col0, col_end, M, col_stride, E5M2, EVEN, BM, BK)
             tl.store(col_scale_ptr + (col0 // BK) * tl.cdiv(M, BM) + row0 // BM, inverse)
     elif KIND == "block1d":
         if ROWWISE:
@@ -267,7 +265,7 @@ def _consume(
             tl.store(row_scale_ptr + (col0 // BK).to(tl.int64) * M + row0 + r, _reciprocal(row_scale), mask=row0 + r < M)
         if COLUMNWISE:
             col_scale = _scale_of(tl.max(tl.abs(v), axis=0), FP8_MAX, EPSILON, POWER_OF_TWO, INF_VALUE)
-            _store_columnwise(v * col_scale[None, :], col_ptr, row0, col0, col_end, M, E5M2, EVEN, BM, BK)
+            _store_columnwise(v * col_scale[None, :], col_ptr, row0, col0, col_end, M, col_stride, E5M2, EVEN, BM, BK)
             tl.store(col_scale_ptr + (row0 // BM).to(tl.int64) * K + col0 + c, _reciprocal(col_scale), mask=col0 + c < col_end)
     elif KIND == "mx":
         if ROWWISE:
@@ -285,7 +283,7 @@ def _consume(
             blocks = tl.reshape(v, [BM // 32, 32, BK])
             exponent = _e8m0_of(tl.max(tl.abs(blocks), axis=1), FP8_MAX)
             scaled = tl.reshape(blocks * _power_of_two(exponent)[:, None, :], [BM, BK])
-            _store_columnwise(scaled, col_ptr, row0, col0, col_end, M, E5M2, EVEN, BM, BK)
+            _store_columnwise(scaled, col_ptr, row0, col0, col_end, M, col_stride, E5M2, EVEN, BM, BK)
             block = row0 // 32 + tl.arange(0, BM // 32)
             width = tl.cdiv(M, 32)
             tl.store(
@@ -302,7 +300,7 @@ def _tile_kernel(
     x_ptr, dy_ptr, gamma_ptr, beta_ptr, mean_ptr, rstd_ptr, x_stride, dy_stride,
     scale_ptr, amax_in_ptr,
     row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, sum_ptr, plain_ptr,
-    M, K,
+    M, K, col_stride,
     PRODUCER: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BETA: tl.constexpr, CENTER: tl.constexpr,
     ZERO_CENTERED: tl.constexpr, SCALE: tl.constexpr,
     KIND: tl.constexpr, E5M2: tl.constexpr, FP8_MAX: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr,
@@ -351,7 +349,7 @@ def _tile_kernel(
             up = _load(x_at + K, mask, EVEN)
             v = (dy * up) * _derivative(x, ACT)
             _consume(
-                dy * _activate(x, ACT), row0, col0 + K, 2 * K, M, 2 * K, scale,
+                dy * _activate(x, ACT), row0, col0 + K, 2 * K, M, 2 * K, col_stride, scale,
                 row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, sum_ptr, plain_ptr,
                 KIND, E5M2, FP8_MAX, EPSILON, POWER_OF_TWO, INF_VALUE, ROWWISE, COLUMNWISE, AMAX, SUM, ROUND, DTYPE, EVEN, BM, BK,
             )  # fmt: skip
@@ -362,7 +360,7 @@ def _tile_kernel(
 
     WIDTH = 2 * K if (PRODUCER == "activation_backward") & GATED else K
     _consume(
-        v, row0, col0, K, M, WIDTH, scale,
+        v, row0, col0, K, M, WIDTH, col_stride, scale,
         row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, sum_ptr, plain_ptr,
         KIND, E5M2, FP8_MAX, EPSILON, POWER_OF_TWO, INF_VALUE, ROWWISE, COLUMNWISE, AMAX, SUM, ROUND, DTYPE, EVEN, BM, BK,
     )  # fmt: skip
@@ -474,7 +472,7 @@ _TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.
 _DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(("dy_ptr", "gamma_ptr", "beta_ptr", "mean_ptr", "rstd_ptr", "scale_ptr", "amax_in_ptr")),
     **dict.fromkeys(("row_ptr", "row_scale_ptr", "col_ptr", "col_scale_ptr", "amax_ptr", "sum_ptr", "plain_ptr")),
-    "dy_stride": 0, "ACT": "none", "GATED": False, "BETA": False, "CENTER": False, "ZERO_CENTERED": False, "SCALE": "none",
+    "dy_stride": 0, "col_stride": 0, "ACT": "none", "GATED": False, "BETA": False, "CENTER": False, "ZERO_CENTERED": False, "SCALE": "none",
     "E5M2": False, "FP8_MAX": 448.0, "EPSILON": 0.0, "POWER_OF_TWO": False, "INF_VALUE": 0.0, "ROWWISE": False, "COLUMNWISE": False,
     "AMAX": "none", "SUM": False, "ROUND": False,
 }  # fmt: skip
@@ -519,6 +517,12 @@ def store(producer: Producer, dtype: torch.dtype) -> Tensor:
     return out if out.dtype == dtype else out.to(dtype)
 
 
+def supports(producer: Producer, scheme: Scheme) -> bool:
+    """Whether `quantize` can do it. Not NVFP4, which Hopper cannot multiply anyway; not a gated backward whose halves share a block."""
+    gated_backward = producer.columns != producer.width
+    return scheme.kind != "nvfp4" and not (gated_backward and scheme.block is not None and producer.columns % 128)
+
+
 def quantize(
     producer: Producer,
     scheme: Scheme,
@@ -529,60 +533,49 @@ def quantize(
     sums: Tensor | None = None,
 ) -> Buffers:
     """The produced values, quantized; same bytes as the reference. `sums`: float32 [width], receives the sum over rows."""
-    producer.x = _rows_contiguous(producer.x)
-    x, m, width = producer.x, producer.x.shape[0], producer.width
-    wants_sum = sums is not None and sums.numel() > 0
-    if scheme.kind == "nvfp4":  # no Hopper instruction for it and no native GEMM: the reference serves
-        return _through_reference(producer, scheme, scale, amax_in, rowwise, columnwise, sums)
+    producer.x = x = _rows_contiguous(producer.x)
+    m, width = x.shape[0], producer.width
+    if m == 0 or width == 0:
+        return reference_buffers(x.new_empty(m, width), scheme, scale, amax_in, rowwise, columnwise, x.dtype)
     kind = scheme.kind if scheme.kind != "block" else ("block1d" if scheme.block == (1, 128) else "block2d")
     (bm, bk), warps = _TILES[kind]
-    gated_backward = producer.name == "activation_backward" and producer.columns != width
-    if gated_backward and producer.columns % bk and kind != "tensor":  # the second half would not start on a block boundary
-        return _through_reference(producer, scheme, scale, amax_in, rowwise, columnwise, sums)
     row, row_scale, col, col_scale = _allocate(x, m, width, scheme, kind, rowwise, columnwise)
     delayed = scheme.per_tensor and scale is not None
     amax_out = x.new_zeros(1, dtype=torch.float32) if delayed else x.new_empty(0, dtype=torch.float32)
     if scheme.per_tensor and not delayed:
         amax_out = amax(producer) if amax_in is None else amax_in.clone()
+    wants_sum = sums is not None and sums.numel() > 0
     partial = x.new_empty(triton.cdiv(m, bm), width, dtype=torch.float32) if wants_sum else None
     _launch(
         producer, (bm, bk), warps, KIND=kind, E5M2=scheme.format == "e5m2", FP8_MAX=scheme.element.max, EPSILON=scheme.epsilon,
         POWER_OF_TWO=scheme.power_of_two, INF_VALUE=torch.finfo(torch.float32 if kind == "tensor" else x.dtype).max,
         ROWWISE=rowwise, COLUMNWISE=columnwise, ROUND=producer.rounds and not scheme.from_float32,
         AMAX="rounded" if delayed else "none", SUM=wants_sum, SCALE=("given" if delayed else "amax") if scheme.per_tensor else "none",
-        scale_ptr=scale if delayed else None, amax_in_ptr=None if delayed else amax_out,
+        scale_ptr=scale if delayed else None, amax_in_ptr=None if delayed else amax_out, col_stride=m + m % 2,
         row_ptr=row, row_scale_ptr=row_scale, col_ptr=col, col_scale_ptr=col_scale, amax_ptr=amax_out, sum_ptr=partial,
     )  # fmt: skip
-    if wants_sum and sums is not None and partial is not None:
+    if partial is not None:
         torch.sum(partial, dim=0, out=sums)
     if kind == "block1d":
         row_scale, col_scale = (s.t() if s.dim() == 2 else s for s in (row_scale, col_scale))
-    if m == 0 or width == 0:
-        return reference_buffers(x.new_empty(m, width), scheme, scale, amax_in, rowwise, columnwise, x.dtype)
-    col_amax = amax_out.clone() if scheme.per_tensor and columnwise else x.new_empty(0, dtype=torch.float32)
-    return Buffers(row, row_scale, col, col_scale, amax_out, col_amax)
+    if columnwise and m % 2:
+        col = col[:, :m].contiguous()
+    return Buffers(row, row_scale, col, col_scale, amax_out, x.new_empty(0, dtype=torch.float32))
 
 
 def _allocate(x: Tensor, m: int, k: int, scheme: Scheme, kind: str, rowwise: bool, columnwise: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output tensors. 1x128 scales are stored with the row index fastest, as the block GEMM reads them."""
+    """Output tensors. 1x128 scales are stored with the row index fastest, as the block GEMM reads them.
 
-    def one(rows: int, cols: int, wanted: bool) -> tuple[Tensor, Tensor]:
+    The columnwise bytes get an even row length, since they are stored in pairs.
+    """
+
+    def one(rows: int, cols: int, stride: int, wanted: bool) -> tuple[Tensor, Tensor]:
         dtype = torch.uint8 if kind == "mx" else torch.float32
         if not wanted:
             return x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=dtype)
         shape: tuple[int, ...] = (1,)
         if scheme.block is not None:
             shape = (triton.cdiv(rows, scheme.block[0]), triton.cdiv(cols, scheme.block[1]))
-        return x.new_empty(rows, cols, dtype=torch.uint8), x.new_empty(shape[::-1] if kind == "block1d" else shape, dtype=dtype)
+        return x.new_empty(rows, stride, dtype=torch.uint8), x.new_empty(shape[::-1] if kind == "block1d" else shape, dtype=dtype)
 
-    return *one(m, k, rowwise), *one(k, m, columnwise)
-
-
-def _through_reference(
-    producer: Producer, scheme: Scheme, scale: Tensor | None, amax_in: Tensor | None, rowwise: bool, columnwise: bool, sums: Tensor | None
-) -> Buffers:
-    """Materialises the values, rounded, and quantizes them with the torch reference on the same device."""
-    values = producer.x if producer.name == "identity" else store(producer, producer.x.dtype)
-    if sums is not None and sums.numel():
-        torch.sum(values.float(), dim=0, out=sums)
-    return reference_buffers(values, scheme, scale, amax_in, rowwise, columnwise, producer.x.dtype)
+    return *one(m, k, k, rowwise), *one(k, m, m + m % 2, columnwise)

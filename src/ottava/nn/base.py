@@ -80,6 +80,7 @@ class QuantizedModule(nn.Module):
         self.device_at_init = device
         self.delayed = DelayedState(stages, device=device)
         self._weight_cache: dict[int, QuantizedTensor] = {}
+        self._last_chain: tuple[tuple, Chain] | None = None
         self.wgrad_accumulation = False
 
     # --------------------------------------------------------------------------------------------------------- parameters
@@ -170,17 +171,24 @@ class QuantizedModule(nn.Module):
 
     def prepare(self, stages: list[Stage]) -> tuple[Chain, Tensor | None]:
         """Resolves `autocast` into a chain, and the forward scales where delayed scaling is on."""
+        scale, record = None, False
+        if isinstance(CURRENT.recipe, DelayedScaling):
+            scale, record = forward_scale(self.delayed)
+            if record:
+                self.delayed.touch(CURRENT.recipe, CURRENT.group)
+        if torch.compiler.is_compiling():
+            return self._resolve(stages, record), scale
+        # Building the chain takes longer than launching a kernel: keep the last one.
+        key = (CURRENT.recipe, CURRENT.calibrating, record, *stages)
+        if self._last_chain is None or not _identical(self._last_chain[0], key):
+            self._last_chain = (key, self._resolve(stages, record))
+        return self._last_chain[1], scale
+
+    def _resolve(self, stages: list[Stage], record: bool) -> Chain:
         recipe = None if CURRENT.calibrating else CURRENT.recipe
-        owner = self.delayed.id
         if recipe is not None:
             stages = [quantized_stage(s, recipe, gated) for s, gated in zip(stages, self._gated_stages, strict=True)]
-        delayed = isinstance(CURRENT.recipe, DelayedScaling)
-        if not delayed:
-            return Chain(tuple(stages)), None
-        scale, record = forward_scale(self.delayed)
-        if record:
-            self.delayed.touch(CURRENT.recipe, CURRENT.group)  # type: ignore[arg-type]
-        return Chain(tuple(stages), record, CURRENT.calibrating and record, owner), scale
+        return Chain(tuple(stages), record, CURRENT.calibrating and record, self.delayed.id)
 
     def state(self, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
         """What `run_chain` takes as its state."""
@@ -270,6 +278,11 @@ class QuantizedModule(nn.Module):
             return "quantized by autocast"
         parts = ", ".join(f"{role}: {str(Scheme.of(recipe, role)).removesuffix(':f32')}" for role in ("input", "weight", "grad"))
         return f"{type(recipe).__name__}({parts})"
+
+
+def _identical(a: tuple, b: tuple) -> bool:
+    """Same length and the same objects, or equal stages; recipes are frozen, so the same object means the same recipe."""
+    return len(a) == len(b) and all(x is y or (isinstance(x, Stage) and x == y) for x, y in zip(a, b, strict=True))
 
 
 def _operands(q: QuantizedTensor) -> tuple[Tensor | None, ...]:

@@ -1,0 +1,402 @@
+"""`FusedAdam`: Adam and AdamW with float32 masters, also for weights that are stored in FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ottava.optimizers.adam_update import Update, apply_updates
+from ottava.optimizers.masters import initial_master, join_remainder, local_of, placed_like, split_remainder_
+from ottava.optimizers.moments import MomentFormat
+from ottava.quant.quantizer import FLOAT_DTYPES
+from ottava.quant.tensor import QuantizedTensor
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What holds for the whole optimizer. (What may differ between groups is in `param_groups`.)"""
+
+    adam_w_mode: bool
+    capturable: bool
+    master_weights: bool
+    use_decoupled_grad: bool
+    store_param_remainders: bool
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Adam, or AdamW (`adam_w_mode=True`, the default). Arguments and their order are TransformerEngine's.
+
+    Arguments:
+        params, lr, betas, eps, weight_decay: as torch.optim.AdamW takes them; lr may be a tensor.
+        bias_correction: divide the moments by `1 - beta**step`.
+        capturable: step counts and lr stay on the device, so that `step()` can be recorded in a CUDA graph.
+        master_weights: keep float32 masters of bf16 and fp16 parameters. Parameters stored in FP8 always have one.
+        exp_avg_dtype, exp_avg_sq_dtype: torch.float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 (uint8: E4M3); float16
+            and FP8 moments have one scale a tensor.
+        use_decoupled_grad: read `param.decoupled_grad`; a parameter without that attribute, `param.main_grad`; without either, `grad`.
+        store_param_remainders: keep 16 bits beside a bf16 parameter instead of a 32-bit master; the two together are the master.
+        amsgrad, a master_weight_dtype other than float32: refused.
+
+    Per parameter, `state` holds plain tensors: "step", "exp_avg", "exp_avg_sq", "master_param", and "exp_avg_scale_inv",
+    "exp_avg_sq_scale_inv" where a moment is scaled.
+
+        >>> with ottava.quantized_model_init(recipe=recipe.Float8BlockScaling()):
+        ...     layer = ottava.Linear(256, 256)  # FP8 bytes only
+        >>> optimizer = ottava.optimizers.FusedAdam(layer.parameters(), lr=1e-3)
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        bias_correction: bool = True,
+        adam_w_mode: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        use_decoupled_grad: bool = False,
+        store_param_remainders: bool = False,
+        set_grad_none: bool | None = None,
+    ) -> None:
+        if amsgrad:
+            raise ValueError("FusedAdam has no AMSGrad variant: use amsgrad=False, or torch.optim.AdamW(amsgrad=True).")
+        if master_weight_dtype != torch.float32:
+            raise ValueError(f"FusedAdam: masters are float32, got master_weight_dtype={master_weight_dtype}.")
+        if store_param_remainders and not master_weights:
+            raise ValueError(
+                "FusedAdam: store_param_remainders=True is a way to keep masters; it needs master_weights=True."
+            )
+        _check_numbers(lr, betas, eps, weight_decay)
+        self.options = Options(adam_w_mode, capturable, master_weights, use_decoupled_grad, store_param_remainders)
+        self.set_grad_none = set_grad_none
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            # Words, so that a state dict says how its bytes are to be read.
+            "exp_avg_dtype": MomentFormat.of(exp_avg_dtype, "exp_avg_dtype").name,
+            "exp_avg_sq_dtype": MomentFormat.of(exp_avg_sq_dtype, "exp_avg_sq_dtype").name,
+        }
+        super().__init__(params, defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"options": self.options, "set_grad_none": self.set_grad_none}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters, for example `{"params": [...], "lr": 1e-4}`; what is not given is as in the constructor."""
+        for name in MOMENTS:
+            given = param_group.get(f"{name}_dtype")
+            if isinstance(given, torch.dtype):
+                param_group[f"{name}_dtype"] = MomentFormat.of(given, f"{name}_dtype").name
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            _check_numbers(group["lr"], group["betas"], group["eps"], group["weight_decay"])
+            for index, param in enumerate(group["params"]):
+                self._check_param(param, f"parameter {index} of group {len(self.param_groups) - 1}", group)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        self._lr_to_device(group)
+
+    def _check_param(self, param: Tensor, who: str, group: dict[str, Any]) -> None:
+        if param.dtype not in FLOAT_DTYPES:
+            raise ValueError(f"FusedAdam: {who} must be float32, bfloat16, float16 or FP8 storage, got {param.dtype}.")
+        formats = [MomentFormat(group[f"{name}_dtype"]) for name in MOMENTS]
+        if hasattr(param, "to_local") and any(f.scaled for f in formats):
+            raise ValueError(
+                f"FusedAdam: {who} is sharded (a DTensor), and {formats[0].name}, {formats[1].name} moments have a scale of the whole "
+                "tensor: use float32 or bfloat16 moments."
+            )
+
+    def _lr_to_device(self, group: dict[str, Any]) -> None:
+        """A recorded CUDA graph reads lr when it is replayed, so lr is a tensor of this group's own."""
+        if self.options.capturable and group["params"]:
+            device = group["params"][0].device
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(device, copy=True)
+
+    # --------------------------------------------------------------------------------------------------------- gradients
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Forgets the gradients (set_to_none=True, the default) or zeroes them. `main_grad` buffers are always zeroed."""
+        if self.set_grad_none is not None and set_to_none is not None and set_to_none != self.set_grad_none:
+            raise ValueError(
+                f"zero_grad(set_to_none={set_to_none}), but FusedAdam was made with set_grad_none={self.set_grad_none}."
+            )
+        set_to_none = self.set_grad_none if set_to_none is None else set_to_none
+        set_to_none = True if set_to_none is None else set_to_none
+        super().zero_grad(set_to_none=set_to_none)
+        if not self.options.use_decoupled_grad:
+            return
+        for param in chain.from_iterable(group["params"] for group in self.param_groups):
+            if not hasattr(param, "decoupled_grad"):
+                if getattr(param, "main_grad", None) is not None:
+                    param.main_grad.zero_()
+            elif set_to_none:
+                param.decoupled_grad = None
+            elif param.decoupled_grad is not None:
+                param.decoupled_grad.zero_()
+
+    def _gradient(self, param: Any) -> Tensor | None:
+        grad = param.grad
+        if self.options.use_decoupled_grad:
+            if hasattr(param, "decoupled_grad"):
+                grad = param.decoupled_grad
+            elif getattr(param, "main_grad", None) is not None:
+                grad = param.main_grad
+        elif grad is None and getattr(param, "grad_added_to_main_grad", False):
+            raise ValueError(
+                f"FusedAdam: the gradient of a parameter of shape {tuple(param.shape)} is in main_grad, not in grad "
+                "(fuse_wgrad_accumulation=True): make the optimizer with use_decoupled_grad=True."
+            )
+        if grad is None:
+            return None
+        if grad.layout != torch.strided:
+            raise ValueError(
+                f"FusedAdam does not take sparse gradients, got {grad.layout} for shape {tuple(param.shape)}."
+            )
+        if grad.dtype not in FLOAT_DTYPES:
+            raise ValueError(f"FusedAdam: a gradient must be float32, bfloat16 or float16, got {grad.dtype}.")
+        if grad.shape != param.shape:
+            raise ValueError(
+                f"FusedAdam: gradient of shape {tuple(grad.shape)} for a parameter of shape {tuple(param.shape)}."
+            )
+        return grad
+
+    # -------------------------------------------------------------------------------------------------------------- step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:
+        """One step of every parameter that has a gradient; returns the loss of `closure`, which computes the gradients anew."""
+        if grad_scaler is not None:
+            raise ValueError(
+                "FusedAdam.step takes no grad_scaler: call grad_scaler.step(optimizer), which unscales first."
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            updates: dict[torch.device, list[Update]] = {}
+            for param in group["params"]:
+                grad = self._gradient(param)
+                if grad is None:
+                    continue
+                self._ensure_state(param, group)
+                update = self._update(param, grad, group)
+                updates.setdefault(update.param.device, []).append(update)
+            for batch in updates.values():
+                apply_updates(batch, group, self.options.adam_w_mode)
+        return loss
+
+    def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Update:
+        state = {name: local_of(tensor) for name, tensor in self.state[param].items()}
+        formats = tuple(MomentFormat(group[f"{name}_dtype"]) for name in MOMENTS)
+        return Update(local_of(param).detach(), local_of(grad), state, formats)  # type: ignore[arg-type]
+
+    # ------------------------------------------------------------------------------------------------------------- state
+
+    def _has_master(self, local: Tensor) -> bool:
+        return isinstance(local, QuantizedTensor) or (self.options.master_weights and local.dtype != torch.float32)
+
+    def _keeps_remainder(self, local: Tensor) -> bool:
+        plain_bf16 = local.dtype == torch.bfloat16 and not isinstance(local, QuantizedTensor)
+        return self.options.store_param_remainders and plain_bf16
+
+    def _group_of(self, param: Tensor) -> dict[str, Any]:
+        for group in self.param_groups:
+            if any(p is param for p in group["params"]):
+                return group
+        raise ValueError(f"FusedAdam: a tensor of shape {tuple(param.shape)} is not one of its parameters.")
+
+    def initialize_state(self, param: Tensor, store_param_remainders: bool | None = None) -> None:
+        """Makes the state of `param` now instead of at its first step, and leaves a preserved initial value for the caller to free.
+
+        store_param_remainders: TransformerEngine's argument; it can only repeat what the optimizer was made with.
+        """
+        if store_param_remainders not in (None, False, self.options.store_param_remainders):
+            raise ValueError("FusedAdam: store_param_remainders is chosen when the optimizer is made.")
+        with torch.no_grad():
+            self._ensure_state(param, self._group_of(param), free=False)
+
+    def _ensure_state(self, param: Tensor, group: dict[str, Any], free: bool = True) -> None:
+        """Adds what is missing: everything at the first step, a master after state without masters was loaded."""
+        self._ensure_moments(param, group)
+        state, local = self.state[param], local_of(param)
+        if "master_param" not in state and self._has_master(local):
+            if self._keeps_remainder(local):
+                master = torch.zeros(local.shape, dtype=torch.int16, device=local.device)
+            else:
+                master = initial_master(param, local, free).contiguous()
+            state["master_param"] = placed_like(param, master)
+
+    def _ensure_moments(self, param: Tensor, group: dict[str, Any]) -> None:
+        state, local = self.state[param], local_of(param)
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=local.device)
+        for name in MOMENTS:
+            if name not in state:
+                stored, scale_inv = MomentFormat(group[f"{name}_dtype"]).zeros(local.shape, local.device)
+                state[name] = placed_like(param, stored)
+                if scale_inv is not None:
+                    state[f"{name}_scale_inv"] = scale_inv
+
+    @torch.no_grad()
+    def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
+        """The state `state_name` ("exp_avg", "exp_avg_sq" or "master_param") of `param`: float32 values of this rank's part."""
+        state = self.state[param]
+        if state_name not in state:
+            raise ValueError(
+                f"FusedAdam: this parameter has no state {state_name!r}; it has: {', '.join(state) or 'none yet'}."
+            )
+        stored = local_of(state[state_name])
+        if state_name in MOMENTS:
+            name = self._group_of(param)[f"{state_name}_dtype"]
+            return MomentFormat(name).decode(stored, state.get(f"{state_name}_scale_inv"))
+        if state_name == "master_param" and stored.dtype == torch.int16:
+            return join_remainder(local_of(param), stored)
+        return stored.float()
+
+    @torch.no_grad()
+    def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
+        """Replaces a state by float32 values; the parameter itself changes at the next step (with remainders: now)."""
+        if state_name not in (*MOMENTS, "master_param"):
+            raise ValueError(f"FusedAdam: state_name must be exp_avg, exp_avg_sq or master_param, got {state_name!r}.")
+        group = self._group_of(param)
+        self._ensure_state(param, group)
+        state, local = self.state[param], local_of(param)
+        value = local_of(unscaled_state).to(local.device, torch.float32)
+        if value.shape != local.shape:
+            raise ValueError(f"FusedAdam: {state_name} of shape {tuple(value.shape)}, expected {tuple(local.shape)}.")
+        if state_name in MOMENTS:
+            target = MomentFormat(group[f"{state_name}_dtype"])
+            scale_inv, positive = state.get(f"{state_name}_scale_inv"), state_name == "exp_avg_sq"
+            target.encode_(value, local_of(state[state_name]), scale_inv, positive)
+        elif "master_param" not in state:
+            raise ValueError("FusedAdam: this parameter has no master; make the optimizer with master_weights=True.")
+        elif self._keeps_remainder(local):
+            split_remainder_(value, local, local_of(state["master_param"]))
+        else:
+            local_of(state["master_param"]).copy_(value)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores bit for bit what `state_dict()` returned. torch.optim.Adam's and AdamW's state loads too.
+
+        Moments that were saved in another dtype are converted to the one of this optimizer.
+        """
+        captured: dict[str, Any] = {}
+
+        # The base class would cast every state to the parameter's dtype: it loads the groups, this class the state.
+        # The pre-hook runs after the user's, the post-hook before them.
+        def without_state(optimizer: Any, loaded: dict[str, Any]) -> dict[str, Any]:
+            captured.update(loaded)
+            return loaded | {"state": {}}
+
+        own = [{name: group[f"{name}_dtype"] for name in MOMENTS} for group in self.param_groups]
+        pre = self.register_load_state_dict_pre_hook(without_state)
+        post = self.register_load_state_dict_post_hook(lambda _: self._restore(captured, own), prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            pre.remove()
+            post.remove()
+
+    @torch.no_grad()
+    def _restore(self, loaded: dict[str, Any], own: list[dict[str, str]]) -> None:
+        for group, saved_group, formats in zip(self.param_groups, loaded["param_groups"], own, strict=True):
+            for name, default in self.defaults.items():
+                group.setdefault(name, default)
+            group.update({f"{name}_dtype": word for name, word in formats.items()})
+            count = group.pop("step", None)  # where TransformerEngine counts
+            self._lr_to_device(group)
+            for param, key in zip(group["params"], saved_group["params"], strict=True):
+                saved = loaded["state"].get(key)
+                if saved:
+                    saved = saved if "step" in saved or count is None else {**saved, "step": count}
+                    self._restore_param(param, saved, saved_group, group)
+
+    def _restore_param(
+        self, param: Tensor, saved: dict[str, Any], saved_group: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        missing = [name for name in ("step", *MOMENTS) if name not in saved]
+        if missing:
+            raise ValueError(
+                f"The state dict is not Adam's: a parameter's state has no {missing[0]!r}, but {list(saved)}."
+            )
+        self._ensure_moments(
+            param, group
+        )  # the master is a saved one, or is made by the next step from the loaded weight
+        state, local = self.state[param], local_of(param)
+        state["step"].copy_(torch.as_tensor(saved["step"], dtype=torch.float32).reshape(()))
+        for name in MOMENTS:
+            stored, scale_inv = local_of(saved[name]), saved.get(f"{name}_scale_inv")
+            if stored.shape != local.shape:
+                raise ValueError(
+                    f"{name} in the state dict has shape {tuple(stored.shape)}, its parameter {tuple(local.shape)}."
+                )
+            source = _format_of(stored, saved_group.get(f"{name}_dtype"), scale_inv)
+            target = MomentFormat(group[f"{name}_dtype"])
+            if source == target:
+                local_of(state[name]).copy_(stored)
+                if scale_inv is not None:
+                    state[f"{name}_scale_inv"].copy_(scale_inv)
+            else:
+                values = source.decode(
+                    stored.to(local.device), None if scale_inv is None else scale_inv.to(local.device)
+                )
+                target.encode_(values, local_of(state[name]), state.get(f"{name}_scale_inv"), name == "exp_avg_sq")
+        master = saved.get("master_param")
+        if master is not None and self._has_master(local):
+            state["master_param"] = placed_like(param, self._restored_master(local, local_of(master)))
+
+    def _restored_master(self, local: Tensor, saved: Tensor) -> Tensor:
+        """A saved master (float32, or int16 remainder) in the form that this optimizer keeps."""
+        saved = saved.to(local.device, copy=True).contiguous()
+        keeps = self._keeps_remainder(local)
+        if (saved.dtype == torch.int16) == keeps:
+            return saved if keeps else saved.float()
+        if not keeps:
+            return join_remainder(local, saved)
+        remainder = torch.empty(local.shape, dtype=torch.int16, device=local.device)
+        split_remainder_(saved.float(), local, remainder)
+        return remainder
+
+
+def _format_of(stored: Tensor, word: str | None, scale_inv: Tensor | None) -> MomentFormat:
+    """How a saved moment is to be read: by its dtype, and by the word of its group where bytes could be either FP8."""
+    if stored.dtype == torch.uint8:
+        return MomentFormat(word or "float8_e4m3fn")
+    if stored.dtype == torch.float16 and scale_inv is None:
+        raise ValueError(
+            "A float16 moment in the state dict has no scale: save it as float32 (FusedAdam.get_unscaled_state)."
+        )
+    return MomentFormat.of(stored.dtype, "the dtype of a saved moment")
+
+
+def _check_numbers(lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"FusedAdam: lr as a tensor must have one element, got shape {tuple(lr.shape)}.")
+    if not isinstance(lr, Tensor) and not lr >= 0.0:
+        raise ValueError(f"FusedAdam: lr must be at least 0, got {lr}.")
+    if not (len(betas) == 2 and all(0.0 <= beta < 1.0 for beta in betas)):
+        raise ValueError(f"FusedAdam: betas must be two numbers in [0, 1), got {betas}.")
+    if not eps >= 0.0:
+        raise ValueError(f"FusedAdam: eps must be at least 0, got {eps}.")
+    if not weight_decay >= 0.0:
+        raise ValueError(f"FusedAdam: weight_decay must be at least 0, got {weight_decay}.")

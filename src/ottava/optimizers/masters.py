@@ -1,0 +1,74 @@
+"""float32 masters of parameters that are stored in fewer bits: where they start, and how 16 bits of one are enough beside bf16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ottava.quant.tensor import QuantizedTensor
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, or the tensor itself. All arithmetic of the optimizer is elementwise on these."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+def placed_like(param: Any, local: Tensor) -> Tensor:
+    """`local` as state of `param`: a DTensor of the same placements if `param` is one, so that it can be saved and resharded."""
+    if not hasattr(param, "to_local"):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+
+
+def initial_master(param: Any, local: Any, free: bool) -> Tensor:
+    """float32 start of the master of `param` whose local tensor is `local`; free: forget a preserved initial value.
+
+    The value that `quantized_model_init(preserve_high_precision_init_val=True)` kept is used while the weight still is its
+    quantization. After a checkpoint was loaded into the weight it no longer is, and the weight's own values count.
+    """
+    if not isinstance(local, QuantizedTensor):
+        return local.detach().to(torch.float32, copy=True)
+    for holder in (local, param):
+        preserved = getattr(holder, "get_high_precision_init_val", lambda: None)()
+        if preserved is None:
+            continue
+        preserved = preserved.to(local.device)
+        if free:
+            holder.clear_high_precision_init_val()
+        if _is_quantization_of(local, preserved):
+            return preserved.to(torch.float32, copy=True)
+    values: Any = local.detach()
+    return values.dequantize(torch.float32)
+
+
+def _is_quantization_of(weight: QuantizedTensor, value: Tensor) -> bool:
+    fresh: Any = weight.detach().clone()
+    fresh.requantize_(value)
+    return all(
+        torch.equal(getattr(weight, name), getattr(fresh, name))
+        for name in ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
+        if getattr(weight, name) is not None
+    )
+
+
+def join_remainder(param: Tensor, remainder: Tensor) -> Tensor:
+    """bf16 `param` and int16 `remainder` -> the float32 master they stand for, bit for bit."""
+    high = param.detach().view(torch.int16).to(torch.int32) << 16
+    return (high + remainder.to(torch.int32)).view(torch.float32)
+
+
+def split_remainder_(master: Tensor, param: Tensor, remainder: Tensor) -> None:
+    """Writes float32 `master` as its nearest bf16 (ties away from zero) into `param` and the difference of bits into `remainder`.
+
+    Ties away from zero keep the difference within 16 bits: [-0x8000, 0x7fff]. Ties to even would need one value more.
+    """
+    bits = master.view(torch.int32)
+    remainder.copy_(bits)  # the low 16 bits, as a signed number
+    param.detach().view(torch.int16).copy_((bits + 0x8000) >> 16)
