@@ -6,6 +6,7 @@
 from ottava import attention, kernels, recipe
 from ottava.nn import (
     DotProductAttention,
+    GroupedLinear,
     LayerNorm,
     LayerNormLinear,
     LayerNormMLP,
@@ -25,6 +26,7 @@ fp8_model_init = quantized_model_init
 
 __all__ = [
     "DotProductAttention",
+    "GroupedLinear",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",

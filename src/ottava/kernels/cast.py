@@ -200,7 +200,7 @@ def _transposed(row: tuple[Tensor, Tensor, Tensor], scheme: Scheme) -> tuple[Ten
     """The columnwise copy of a scheme whose transpose is exact."""
     data, scale_inv, amax = row
     if scheme.format == "e2m1":
-        codes = torch.stack([data & 0xF, data >> 4], dim=-1).reshape(data.shape[0], -1).t()
+        codes = torch.stack([data & 0xF, data >> 4], dim=-1).flatten(1).t()
         data = (codes[:, 0::2] | (codes[:, 1::2] << 4)).contiguous()
     else:
         data = data.t().contiguous()
@@ -285,7 +285,7 @@ def unpack(data: Tensor, scheme: Scheme) -> Tensor:
     if scheme.element.dtype is not None:
         return data.view(scheme.element.dtype).float()
     table = torch.tensor(E2M1_VALUES + tuple(-v for v in E2M1_VALUES), device=data.device)
-    codes = torch.stack([data & 0xF, data >> 4], dim=-1).reshape(data.shape[0], -1)
+    codes = torch.stack([data & 0xF, data >> 4], dim=-1).flatten(1)
     return table[codes.int()]
 
 

@@ -1,6 +1,7 @@
 """The modules users name."""
 
 from ottava.nn.attention import DotProductAttention
+from ottava.nn.grouped_linear import GroupedLinear
 from ottava.nn.layernorm import LayerNorm, RMSNorm
 from ottava.nn.layernorm_linear import LayerNormLinear
 from ottava.nn.layernorm_mlp import LayerNormMLP
@@ -10,6 +11,7 @@ from ottava.nn.transformer_layer import TransformerLayer
 
 __all__ = [
     "DotProductAttention",
+    "GroupedLinear",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",

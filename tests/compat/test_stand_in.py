@@ -1,0 +1,188 @@
+"""`transformer_engine` as Ottava provides it: names, errors, coming and going."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import torch
+
+import ottava
+import ottava.optimizers
+from ottava import compat, recipe
+from ottava.compat.names import SOURCES
+
+
+@pytest.fixture
+def te() -> Iterator[ModuleType]:
+    with compat.installed():
+        yield importlib.import_module("transformer_engine.pytorch")
+
+
+def test_modules_recipes_and_contexts_are_ottavas(te: ModuleType) -> None:
+    import transformer_engine
+    from transformer_engine.common import recipe as te_recipe
+    from transformer_engine.common.recipe import DelayedScaling, Format
+
+    for name in ("Linear", "LayerNorm", "RMSNorm", "LayerNormLinear", "LayerNormMLP", "TransformerLayer", "autocast"):
+        assert getattr(te, name) is getattr(ottava, name)
+    assert te.fp8_autocast is ottava.fp8_autocast
+    assert te.optimizers.FusedAdam is ottava.optimizers.FusedAdam
+    assert te.attention.RotaryPositionEmbedding is ottava.attention.RotaryPositionEmbedding
+    assert DelayedScaling is recipe.DelayedScaling and Format is recipe.Format
+    assert te_recipe.Float8BlockScaling is recipe.Float8BlockScaling
+    assert transformer_engine.pytorch is te
+    assert transformer_engine.__version__.startswith("2.20")
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_every_module_can_be_imported_by_its_full_name(te: ModuleType, name: str) -> None:
+    module = importlib.import_module(name)
+    assert sys.modules[name] is module
+    assert all(hasattr(module, n) for n in dir(module))
+    namespace: dict = {}
+    exec(f"from {name} import *", namespace)
+
+
+def test_names_that_scripts_import_from_submodules(te: ModuleType) -> None:
+    from transformer_engine.pytorch.attention import DotProductAttention, RotaryPositionEmbedding  # noqa: F401
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, check_fp8_support, fp8_autocast
+    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+    from transformer_engine.pytorch.optimizers import FusedAdam  # noqa: F401
+    from transformer_engine.pytorch.quantized_tensor import QuantizedTensor
+    from transformer_engine.pytorch.utils import is_bf16_available
+
+    assert check_fp8_support()[0] in (True, False)
+    assert isinstance(is_bf16_available(), bool)
+    assert QuantizedTensor is ottava.QuantizedTensor
+    assert isinstance(te.Linear(16, 16, device="cpu"), TransformerEngineBaseModule)
+    assert not FP8GlobalStateManager.is_fp8_enabled()
+    with fp8_autocast(enabled=True, fp8_recipe=recipe.MXFP8BlockScaling()):
+        assert FP8GlobalStateManager.is_fp8_enabled()
+        assert FP8GlobalStateManager.get_fp8_recipe() == recipe.MXFP8BlockScaling()
+    with te.autocast(enabled=False, calibrating=True):
+        assert FP8GlobalStateManager.is_fp8_calibration() and not FP8GlobalStateManager.is_fp8_enabled()
+    with te.quantized_model_init():
+        assert FP8GlobalStateManager.with_fp8_parameters()
+
+
+def test_availability_has_transformer_engines_two_forms(te: ModuleType) -> None:
+    for ask in (te.is_fp8_available, te.is_mxfp8_available, te.is_fp8_block_scaling_available, te.is_nvfp4_available):
+        available, reason = ask(return_reason=True)
+        assert ask() is available
+        assert (reason == "") == available
+    if not torch.cuda.is_available():
+        assert te.is_nvfp4_available() and te.get_device_compute_capability() == (0, 0)
+        assert te.get_cudnn_version() == (0, 0, 0)
+
+
+def test_a_hopper_gpu_says_that_mxfp8_is_emulated(te: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ottava.compat.support.get_device_compute_capability", lambda: (9, 0))
+    assert te.is_fp8_available() and te.is_fp8_block_scaling_available()
+    available, reason = te.is_mxfp8_available(return_reason=True)
+    assert not available and "emulation on compute capability 9.0" in reason
+
+
+@pytest.mark.parametrize(
+    "kind, r",
+    [
+        ("Float8Tensor", recipe.DelayedScaling()),
+        ("Float8BlockwiseQTensor", recipe.Float8BlockScaling()),
+        ("MXFP8Tensor", recipe.MXFP8BlockScaling()),
+        ("NVFP4Tensor", recipe.NVFP4BlockScaling()),
+    ],
+)
+def test_tensor_classes_answer_isinstance_by_scheme(te: ModuleType, kind: str, r: recipe.Recipe) -> None:
+    with te.quantized_model_init(recipe=r):
+        weight = te.Linear(64, 64, device="cpu").weight
+    kinds = ("Float8Tensor", "Float8BlockwiseQTensor", "MXFP8Tensor", "NVFP4Tensor")
+    assert [k for k in kinds if isinstance(weight, getattr(te, k))] == [kind]
+    assert not isinstance(torch.ones(2), getattr(te, kind))
+    with pytest.raises(ValueError, match=r"ottava\.quantize"):
+        getattr(te, kind)(data=None)
+
+
+# -------------------------------------------------------------------------------------------------------- what is not there
+
+
+def test_a_missing_attribute_names_itself_and_the_nearest(te: ModuleType) -> None:
+    with pytest.raises(
+        AttributeError, match=r"Ottava does not have `transformer_engine\.pytorch\.LayerNormLinaer`"
+    ) as e:
+        te.LayerNormLinaer  # noqa: B018
+    assert "The nearest name that it has is `transformer_engine.pytorch.LayerNormLinear`." in str(e.value)
+    assert not hasattr(te, "Fp8Padding")
+    assert getattr(te, "Fp8Padding", None) is None
+
+
+def test_onnx_export_says_what_to_use(te: ModuleType) -> None:
+    with pytest.raises(AttributeError, match=r"onnx_export`\. Export with torch\.export"):
+        te.onnx_export  # noqa: B018
+    with pytest.raises(ImportError, match=r"does not have `transformer_engine\.pytorch\.export`"):
+        import transformer_engine.pytorch.export  # noqa: F401
+
+
+def test_from_import_of_a_missing_name_has_the_same_message(te: ModuleType) -> None:
+    with pytest.raises(ImportError, match=r"nearest name that it has is `transformer_engine\.pytorch\.Linear`"):
+        from transformer_engine.pytorch import Linaer  # noqa: F401
+    with pytest.raises(ImportError, match=r"`transformer_engine\.common\.recipe\.DelayedScaling`"):
+        from transformer_engine.common.recipe import DelayedScalin  # noqa: F401
+
+
+@pytest.mark.parametrize(
+    "name", ["transformer_engine.jax", "transformer_engine_torch", "transformer_engine.pytorch.ops"]
+)
+def test_modules_ottava_does_not_have_fail_clearly(te: ModuleType, name: str) -> None:
+    with pytest.raises(ModuleNotFoundError, match=f"Ottava does not have `{name}`"):
+        importlib.import_module(name)
+
+
+def test_names_of_later_ottava_modules_are_forwarded(te: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    later = ModuleType("ottava.distributed")
+
+    def prepare_te_modules_for_fsdp() -> None: ...
+
+    prepare_te_modules_for_fsdp.__module__ = "ottava.distributed.fsdp"
+    later.prepare_te_modules_for_fsdp = prepare_te_modules_for_fsdp  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ottava.distributed", later)
+    assert te.distributed.prepare_te_modules_for_fsdp is prepare_te_modules_for_fsdp
+
+
+# --------------------------------------------------------------------------------------------------------- coming and going
+
+
+def test_installing_and_uninstalling_leave_no_trace() -> None:
+    before = [n for n in sys.modules if n.startswith("transformer_engine")]
+    finders = list(sys.meta_path)
+    with compat.installed():
+        compat.install()  # a second time changes nothing
+        assert "transformer_engine.pytorch" in sys.modules
+        with compat.installed():
+            pass
+        assert "transformer_engine.pytorch" in sys.modules, "the inner block took away what the outer one installed"
+    assert [n for n in sys.modules if n.startswith("transformer_engine")] == before
+    assert sys.meta_path == finders
+    compat.uninstall()
+    assert sys.meta_path == finders
+
+
+def test_a_real_transformer_engine_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = ModuleType("transformer_engine")
+    monkeypatch.setitem(sys.modules, "transformer_engine", real)
+    with compat.installed():
+        assert sys.modules["transformer_engine"] is not real
+    assert sys.modules["transformer_engine"] is real
+
+
+def test_a_module_compiles_through_the_stand_in(te: ModuleType) -> None:
+    layer, current = te.Linear(16, 16, device="cpu"), recipe.Float8CurrentScaling()
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with te.autocast(recipe=current):
+            return layer(x)
+
+    x = torch.randn(16, 16)
+    assert torch.equal(torch.compile(run, backend="eager", fullgraph=True)(x), run(x))
