@@ -46,13 +46,23 @@ def main() -> None:
     copy = 2 * a.numel() / milliseconds(lambda: b.copy_(a)) / 1e6
     print(f"copy {copy:.0f} GB/s")
     tiles = {
-        "tensor": [((64, 64), 4), ((64, 128), 4), ((64, 128), 8), ((128, 64), 4), ((128, 128), 8), ((128, 64), 8), ((32, 128), 4), ((64, 256), 8)],
+        "tensor": [
+            ((64, 64), 4),
+            ((64, 128), 4),
+            ((64, 128), 8),
+            ((128, 64), 4),
+            ((128, 128), 8),
+            ((128, 64), 8),
+            ((32, 128), 4),
+            ((64, 256), 8),
+        ],
         "block1d": [((128, 128), 4), ((128, 128), 8), ((128, 128), 16)],
         "block2d": [((128, 128), 4), ((128, 128), 8), ((128, 128), 16)],
     }
     scale = torch.ones(1, device="cuda")
     for (name, make, elements, read), (kind, scheme) in itertools.product(
-        producers(options.rows), (("tensor", "e4m3:tensor:f32"), ("block1d", "e4m3:1x128:pow2"), ("block2d", "e4m3:128x128:pow2"))
+        producers(options.rows),
+        (("tensor", "e4m3:tensor:f32"), ("block1d", "e4m3:1x128:pow2"), ("block2d", "e4m3:128x128:pow2")),
     ):
         parsed = Scheme.parse(scheme)
         given = scale if kind == "tensor" else None

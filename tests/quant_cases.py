@@ -75,4 +75,6 @@ def gradients(module: torch.nn.Module) -> list[Tensor | None]:
 
 def delayed_state(module: torch.nn.Module) -> dict[str, Tensor]:
     """Copies of all delayed-scaling buffers in `module`."""
-    return {name: buffer.clone() for name, buffer in module.named_buffers() if "delayed" in name and "previous" not in name}
+    return {
+        name: buffer.clone() for name, buffer in module.named_buffers() if "delayed" in name and "previous" not in name
+    }

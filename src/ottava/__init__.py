@@ -3,7 +3,8 @@
 `import ottava as te` serves a script that was written for TransformerEngine.
 """
 
-from ottava import attention, kernels, recipe
+from ottava import attention, distributed, kernels, optimizers, recipe
+from ottava.distributed import CudaRNGStatesTracker, checkpoint
 from ottava.nn import (
     DotProductAttention,
     GroupedLinear,
@@ -25,6 +26,7 @@ fp8_autocast = autocast
 fp8_model_init = quantized_model_init
 
 __all__ = [
+    "CudaRNGStatesTracker",
     "DotProductAttention",
     "GroupedLinear",
     "LayerNorm",
@@ -37,9 +39,12 @@ __all__ = [
     "TransformerLayer",
     "attention",
     "autocast",
+    "checkpoint",
+    "distributed",
     "fp8_autocast",
     "fp8_model_init",
     "kernels",
+    "optimizers",
     "quantize",
     "quantized_model_init",
     "recipe",

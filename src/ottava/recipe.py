@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -89,12 +89,14 @@ class Recipe:
     """Base of all recipes."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Recipe:
-        names = [f.name for f in fields(cls)] if hasattr(cls, "__dataclass_fields__") else []
+        names = list(getattr(cls, "__dataclass_fields__", {}))
         for name in kwargs:
             if name not in names:
                 near = difflib.get_close_matches(name, names, n=1)
                 hint = f" Did you mean {near[0]!r}?" if near else ""
-                raise UnknownFieldError(f"{cls.__name__} has no field {name!r}.{hint} Its fields are: {', '.join(names)}.")
+                raise UnknownFieldError(
+                    f"{cls.__name__} has no field {name!r}.{hint} Its fields are: {', '.join(names)}."
+                )
         return super().__new__(cls)
 
     # TransformerEngine scripts ask a recipe what it is by these names.
@@ -253,7 +255,10 @@ class MXFP8BlockScaling(Recipe):
 
     def __post_init__(self) -> None:
         self._check_common()
-        _check(self.margin == 0, f"MXFP8BlockScaling: margin must be 0, got {self.margin!r}: its scales are exact powers of two.")
+        _check(
+            self.margin == 0,
+            f"MXFP8BlockScaling: margin must be 0, got {self.margin!r}: its scales are exact powers of two.",
+        )
 
 
 @dataclass(frozen=True)
@@ -275,8 +280,14 @@ class NVFP4BlockScaling(Recipe):
 
     def __post_init__(self) -> None:
         self._check_common()
-        _check(self.fp4_format is Format.E2M1, f"NVFP4BlockScaling: fp4_format must be Format.E2M1, got {self.fp4_format!r}.")
-        _check(self.fp8_format is Format.E4M3, f"NVFP4BlockScaling: fp8_format must be Format.E4M3, got {self.fp8_format!r}.")
+        _check(
+            self.fp4_format is Format.E2M1,
+            f"NVFP4BlockScaling: fp4_format must be Format.E2M1, got {self.fp4_format!r}.",
+        )
+        _check(
+            self.fp8_format is Format.E4M3,
+            f"NVFP4BlockScaling: fp8_format must be Format.E4M3, got {self.fp8_format!r}.",
+        )
 
     @property
     def fp4_quant_fwd_inp(self) -> QParams:

@@ -29,7 +29,9 @@ SCHEMES = [
 ]
 SHAPES = [(256, 512), (144, 272), (1, 128), (33, 97)]  # even tiles, ragged tiles, one row, nothing divisible
 # Every scheme in bf16; the other dtypes share its code, so three schemes stand for all (each variant compiles for a second).
-CASTS = [(s, torch.bfloat16) for s in SCHEMES] + [(s, d) for s in (SCHEMES[0], SCHEMES[7], SCHEMES[11]) for d in (torch.float32, torch.float16)]
+CASTS = [(s, torch.bfloat16) for s in SCHEMES] + [
+    (s, d) for s in (SCHEMES[0], SCHEMES[7], SCHEMES[11]) for d in (torch.float32, torch.float16)
+]
 
 
 def values(m: int, k: int, kind: str, dtype: torch.dtype) -> torch.Tensor:
@@ -49,7 +51,11 @@ def assert_same(actual, expected, note) -> None:
     for name, a, e in zip(cast.Buffers._fields, actual, expected, strict=False):
         assert a.shape == e.shape, (note, name, a.shape, e.shape)
         a, e = a.cpu().contiguous(), e.contiguous()
-        same = torch.equal(a, e) if a.dtype == torch.uint8 else torch.equal(a.reshape(-1).view(torch.int32), e.reshape(-1).view(torch.int32))
+        same = (
+            torch.equal(a, e)
+            if a.dtype == torch.uint8
+            else torch.equal(a.reshape(-1).view(torch.int32), e.reshape(-1).view(torch.int32))
+        )
         assert same, (note, name, int((a != e).sum()), a.numel())
 
 
@@ -115,7 +121,9 @@ def test_norm_statistics_and_backward_are_close_to_float64(kind):
         y64 = y64 + beta.double() if beta is not None else y64
         y64.backward(dy.double())
         assert abs(amax.item() / y64.abs().max().item() - 1) < 1e-5
-        dx, dgamma, _ = torch.ops.ottava.norm_backward(*on_gpu(dy.contiguous(), x, gamma, mean, rstd, False, beta is not None))
+        dx, dgamma, _ = torch.ops.ottava.norm_backward(
+            *on_gpu(dy.contiguous(), x, gamma, mean, rstd, False, beta is not None)
+        )
         torch.testing.assert_close(dx.cpu().double(), x64.grad, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(dgamma.cpu().double(), g64.grad, rtol=1e-4, atol=1e-4)
 
@@ -133,14 +141,21 @@ def test_activations_give_the_reference_bytes_both_ways(scheme, name):
         h, scale = values(m, 2 * k if gated else k, "normal", torch.bfloat16) * 3, given_scale(scheme)
         args = (h, name, scheme, scale, None, True, True)
         if scheme != "e2m1:1x16":
-            assert_same(torch.ops.ottava.activation_quantize(*on_gpu(*args)), activation._quantize(*args), ("forward", m, k))
+            assert_same(
+                torch.ops.ottava.activation_quantize(*on_gpu(*args)), activation._quantize(*args), ("forward", m, k)
+            )
         dy = values(m, k, "normal", torch.bfloat16)
         args = (dy, h, name, scheme, scale, None, True, True, True)
-        actual, expected = torch.ops.ottava.activation_backward_quantize(*on_gpu(*args)), activation._backward_quantize(*args)
+        actual, expected = (
+            torch.ops.ottava.activation_backward_quantize(*on_gpu(*args)),
+            activation._backward_quantize(*args),
+        )
         assert_same(actual[:6], expected[:6], ("backward", m, k))
         torch.testing.assert_close(actual[6].cpu().float(), expected[6].float(), rtol=2e-2, atol=2e-1)
         assert torch.equal(torch.ops.ottava.activation(h.cuda(), name).cpu(), activation._forward(h, name))
-        assert torch.equal(torch.ops.ottava.activation_backward(dy.cuda(), h.cuda(), name).cpu(), activation._backward(dy, h, name))
+        assert torch.equal(
+            torch.ops.ottava.activation_backward(dy.cuda(), h.cuda(), name).cpu(), activation._backward(dy, h, name)
+        )
 
 
 def test_amax_ignores_nan_and_keeps_inf():
@@ -164,7 +179,11 @@ def test_delayed_update_equals_the_reference(window, most_recent):
 
 
 GEMM_PAIRS = [("e4m3:tensor", "e4m3:tensor"), ("e5m2:tensor", "e4m3:tensor"), ("e4m3:1x128:pow2", "e4m3:128x128:pow2")]
-GEMM_PAIRS += [("e4m3:1x128:pow2", "e4m3:1x128:pow2"), ("e4m3:1x128", "e4m3:128x128"), ("e5m2:1x128:pow2", "e4m3:128x128:pow2")]
+GEMM_PAIRS += [
+    ("e4m3:1x128:pow2", "e4m3:1x128:pow2"),
+    ("e4m3:1x128", "e4m3:128x128"),
+    ("e5m2:1x128:pow2", "e4m3:128x128:pow2"),
+]
 GEMM_PAIRS += [("e5m2:1x128:pow2", "e4m3:1x128:pow2"), ("e4m3:1x32", "e4m3:1x32"), ("e2m1:1x16", "e2m1:16x16")]
 
 
@@ -178,7 +197,10 @@ def test_gemm_is_close_to_float64(pair, out_dtype):
         qa = cast.Buffers(*torch.ops.ottava.quantize(a.cuda(), pair[0], None, None, True, False))
         qb = cast.Buffers(*torch.ops.ottava.quantize(b.cuda(), pair[1], None, None, True, False))
         bias = values(1, n, "normal", torch.bfloat16)[0]
-        exact = [torch.ops.ottava.dequantize(q[0], q[1], q[4], s, torch.float32).double() for q, s in zip((qa, qb), pair, strict=True)]
+        exact = [
+            torch.ops.ottava.dequantize(q[0], q[1], q[4], s, torch.float32).double()
+            for q, s in zip((qa, qb), pair, strict=True)
+        ]
         expected = exact[0] @ exact[1].t() + bias.cuda().double()
         out = torch.ops.ottava.scaled_mm(qa[0], qa[1], qa[4], qb[0], qb[1], qb[4], *pair, bias.cuda(), out_dtype, True)
         error = ((out.double() - expected).norm() / expected.norm()).cpu()

@@ -16,7 +16,9 @@ ops = torch.ops.ottava
 SHAPES = [(64, 64), (144, 272), (16, 16), (1, 128), (0, 64), (129, 32), (256, 128)]
 
 
-def quantize(x: Tensor, scheme: str, row: bool = True, col: bool = True, scale: Tensor | None = None, amax: Tensor | None = None):
+def quantize(
+    x: Tensor, scheme: str, row: bool = True, col: bool = True, scale: Tensor | None = None, amax: Tensor | None = None
+):
     return Buffers(*ops.quantize(x, scheme, scale, amax, row, col))
 
 
@@ -72,7 +74,9 @@ def test_a_copy_does_not_depend_on_whether_the_other_is_made(scheme: str) -> Non
     assert same(run(True, False).rowwise_data, both.rowwise_data)
     if "stochastic" not in scheme:  # the column copy would draw the row copy's random numbers
         alone = run(False, True)
-        assert same(alone.columnwise_data, both.columnwise_data) and same(alone.columnwise_scale_inv, both.columnwise_scale_inv)
+        assert same(alone.columnwise_data, both.columnwise_data) and same(
+            alone.columnwise_scale_inv, both.columnwise_scale_inv
+        )
     assert run(True, False).columnwise_data.numel() == 0 and run(False, True).rowwise_data.numel() == 0
 
 

@@ -45,7 +45,9 @@ def test_sigmoid_and_its_limits() -> None:
 def test_tanh_is_absolutely_accurate() -> None:
     x = torch.cat([torch.linspace(-20, 20, 100_001), torch.randn(10_000) * 1e-3])
     assert (tanh(x).double() - x.double().tanh()).abs().max() < 3 * 2.0**-23  # ulps of 1
-    torch.testing.assert_close(tanh(torch.tensor([-1e30, 0.0, 1e30])), torch.tensor([-1.0, 0.0, 1.0]), rtol=0, atol=2e-7)
+    torch.testing.assert_close(
+        tanh(torch.tensor([-1e30, 0.0, 1e30])), torch.tensor([-1.0, 0.0, 1.0]), rtol=0, atol=2e-7
+    )
     assert tanh(torch.tensor([math.nan])).isnan().all()
 
 

@@ -33,7 +33,9 @@ def operand(x: Tensor, scheme: str) -> tuple[Tensor, Tensor, Tensor]:
     return q.rowwise_data, q.rowwise_scale_inv, q.rowwise_amax
 
 
-def product(a: tuple, b: tuple, pair: tuple[str, str], bias: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+def product(
+    a: tuple, b: tuple, pair: tuple[str, str], bias: Tensor | None = None, dtype: torch.dtype = torch.float32
+) -> Tensor:
     return ops.scaled_mm(*a, *b, *pair, bias, dtype, True)
 
 
@@ -140,4 +142,6 @@ def test_emulation_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="ottava"):
         for _ in range(3):
             product(a, b, pair)
-    assert [record.message for record in caplog.records] == ["ottava: e4m3:1x32 products run by exact emulation on cpu."]
+    assert [record.message for record in caplog.records] == [
+        "ottava: e4m3:1x32 products run by exact emulation on cpu."
+    ]

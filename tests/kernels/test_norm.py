@@ -33,7 +33,9 @@ def reference(x: Tensor, gamma: Tensor, beta: Tensor | None, kind: str, eps: flo
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 3e-6), (torch.bfloat16, 4e-3), (torch.float16, 6e-4)])
-def test_forward_and_backward_against_float64(kind: str, zero_centered: bool, dtype: torch.dtype, tolerance: float) -> None:
+def test_forward_and_backward_against_float64(
+    kind: str, zero_centered: bool, dtype: torch.dtype, tolerance: float
+) -> None:
     x, gamma, beta = arguments(kind, dtype=dtype)
     mean, rstd, _ = ops.norm_stats(x, gamma, beta, kind, 1e-5, zero_centered, False)
     y = ops.norm_apply(x, gamma, beta, mean, rstd, zero_centered, dtype)

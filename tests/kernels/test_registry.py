@@ -33,9 +33,10 @@ def test_every_op_is_ready_for_torch_compile(name: str) -> None:
     assert torch.Tag.pt2_compliant_tag in overload.tags
     # An op that writes says so in its schema, and its name ends in an underscore.
     assert overload._schema.is_mutable == name.endswith("_")
-    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"ottava::{name}", "Meta") or torch._library.simple_registry.singleton.find(
-        f"ottava::{name}"
-    ).fake_impl.kernel
+    assert (
+        torch._C._dispatch_has_kernel_for_dispatch_key(f"ottava::{name}", "Meta")
+        or torch._library.simple_registry.singleton.find(f"ottava::{name}").fake_impl.kernel
+    )
 
 
 def test_define_registers_reference_and_fake() -> None:

@@ -34,7 +34,9 @@ def mlp(**options: Any) -> ottava.LayerNormMLP:
     return ottava.LayerNormMLP(32, 64, activation="swiglu", device="cpu", **options)
 
 
-def step(module: torch.nn.Module, x: Tensor, dy: Tensor | None = None, chosen: recipe.Recipe = DELAYED, **options: Any) -> Tensor:
+def step(
+    module: torch.nn.Module, x: Tensor, dy: Tensor | None = None, chosen: recipe.Recipe = DELAYED, **options: Any
+) -> Tensor:
     with ottava.autocast(recipe=chosen):
         y = module(x, **options)
     y.backward(torch.ones_like(y) if dy is None else dy)
@@ -59,7 +61,9 @@ def test_first_step_casts_with_scale_1_and_the_second_with_the_amax_of_the_first
     step(module, x)
     amax, weight_amax = x.abs().max(), module.weight.detach().abs().max()
     scale = module.fp8_meta["scaling_fwd"].scale
-    assert torch.equal(scale, torch.stack([torch.tensor(448.0) / amax, torch.tensor(448.0) / weight_amax, torch.tensor(1.0)]))
+    assert torch.equal(
+        scale, torch.stack([torch.tensor(448.0) / amax, torch.tensor(448.0) / weight_amax, torch.tensor(1.0)])
+    )
     assert module.fp8_meta["scaling_bwd"].scale.tolist() == [57344.0, 1.0]  # the gradient was all ones
     with ottava.autocast(recipe=DELAYED):
         y = module(x)

@@ -60,7 +60,9 @@ def recorded() -> dict[str, Tensor]:
 def build(name: str) -> torch.nn.Module:
     module = MODULES[name]()
     start = f"{name}/param/"
-    module.load_state_dict({key.removeprefix(start): value for key, value in recorded().items() if key.startswith(start)})
+    module.load_state_dict(
+        {key.removeprefix(start): value for key, value in recorded().items() if key.startswith(start)}
+    )
     return module
 
 

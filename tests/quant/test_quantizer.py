@@ -64,7 +64,9 @@ def test_gradients_are_not_taken_through_quantize() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.float8_e4m3fn])
 def test_dtypes_that_are_not_taken_are_named(dtype: torch.dtype) -> None:
-    with pytest.raises(ValueError, match=rf"must be float32, bfloat16 or float16, got {dtype}.*\.to\(torch\.bfloat16\)"):
+    with pytest.raises(
+        ValueError, match=rf"must be float32, bfloat16 or float16, got {dtype}.*\.to\(torch\.bfloat16\)"
+    ):
         ottava.quantize(torch.ones(16, 16).to(dtype), recipe.Float8CurrentScaling())
 
 

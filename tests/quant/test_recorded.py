@@ -55,7 +55,11 @@ def how(case: str) -> tuple[recipe.Recipe, str, float | None]:
             return recipe.Float8BlockScaling(use_f32_scales=float32_scales), "weight", None
         case "block2d":
             square = {"w_block_scaling_dim": 1, "grad_block_scaling_dim": 2}
-            return recipe.Float8BlockScaling(use_f32_scales=float32_scales, fp8_format=block_format, **square), role, None
+            return (
+                recipe.Float8BlockScaling(use_f32_scales=float32_scales, fp8_format=block_format, **square),
+                role,
+                None,
+            )
         case "mxfp8":
             return recipe.MXFP8BlockScaling(fp8_format=block_format), role, None
         case "nvfp4" | "nvfp4_te":
@@ -84,7 +88,10 @@ def test_every_recorded_array_is_equal(case: str) -> None:
 
 def test_there_are_as_many_recordings_as_were_made() -> None:
     """A digest that gets lost would pass unnoticed."""
-    count = {kind: sum(kind in case.split("/") for case in DIGESTS) for kind in ("e4m3", "e5m2", "mxfp8", "nvfp4", "nvfp4_te")}
+    count = {
+        kind: sum(kind in case.split("/") for case in DIGESTS)
+        for kind in ("e4m3", "e5m2", "mxfp8", "nvfp4", "nvfp4_te")
+    }
     assert count == {"e4m3": 68 + 7, "e5m2": 54 + 7, "mxfp8": 14, "nvfp4": 7, "nvfp4_te": 2}
     assert sum(len(case) for case in DIGESTS.values()) == 424
 

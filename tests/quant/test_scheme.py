@@ -28,7 +28,9 @@ def test_string_and_back(text: str) -> None:
         ),
         (recipe.Float8BlockScaling(), ("e4m3:1x128:pow2", "e4m3:128x128:pow2", "e4m3:1x128:pow2")),
         (
-            recipe.Float8BlockScaling(use_f32_scales=True, fp8_format=Format.HYBRID, x_block_scaling_dim=2, w_block_scaling_dim=1),
+            recipe.Float8BlockScaling(
+                use_f32_scales=True, fp8_format=Format.HYBRID, x_block_scaling_dim=2, w_block_scaling_dim=1
+            ),
             ("e4m3:128x128", "e4m3:1x128", "e5m2:1x128"),
         ),
         (recipe.MXFP8BlockScaling(), ("e4m3:1x32:f32",) * 3),

@@ -18,7 +18,9 @@ from quant_cases import DETERMINISTIC, QUANTIZING, RECIPES, all_same, same
 EXACT = [name for name in DETERMINISTIC if name != "none"]
 
 
-def make(name: str = "current", shape: tuple[int, ...] = (256, 128), role: str = "weight", dtype: torch.dtype = torch.float32):
+def make(
+    name: str = "current", shape: tuple[int, ...] = (256, 128), role: str = "weight", dtype: torch.dtype = torch.float32
+):
     return ottava.quantize(torch.randn(shape, dtype=dtype), RECIPES[name], role=role)
 
 
@@ -103,7 +105,9 @@ def test_either_copy_can_be_dropped_but_not_both(name: str) -> None:
 
 def test_asking_for_a_dropped_copy_says_what_is_left() -> None:
     q = make().drop_columnwise()
-    with pytest.raises(ValueError, match=r"columnwise copy .* was dropped or never made; it has: rowwise_data, rowwise_scale_inv"):
+    with pytest.raises(
+        ValueError, match=r"columnwise copy .* was dropped or never made; it has: rowwise_data, rowwise_scale_inv"
+    ):
         q.operand("columnwise")
 
 
@@ -322,7 +326,9 @@ def test_nan_in_four_bits_is_carried_by_its_block() -> None:
 # --------------------------------------------------------------------------------------------------------- printing, saving
 
 
-@pytest.mark.parametrize("name,scheme", [("current", "e4m3:tensor"), ("block", "e4m3:128x128:pow2"), ("nvfp4", "e2m1:16x16")])
+@pytest.mark.parametrize(
+    "name,scheme", [("current", "e4m3:tensor"), ("block", "e4m3:128x128:pow2"), ("nvfp4", "e2m1:16x16")]
+)
 def test_printing_says_what_it_is(name: str, scheme: str) -> None:
     text = repr(make(name, dtype=torch.bfloat16))
     assert text == f"QuantizedTensor((256, 128), {scheme}, rowwise + columnwise, dtype=torch.bfloat16, device=cpu)"

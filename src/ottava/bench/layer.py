@@ -95,7 +95,8 @@ def plain_torch(model: Layers, shape: Shape, x: Tensor) -> Tensor:
     def times(h: Tensor, weight: Tensor) -> Tensor:
         return h @ weight.to(dtype).t()
 
-    for layer in model.layers:
+    layers: Any = model.layers
+    for layer in layers:
         qkv, mlp = layer.self_attention.layernorm_qkv, layer.layernorm_mlp
         h = norm(x, qkv.layer_norm_weight)
         q = times(h, qkv.query_weight).unflatten(-1, (shape.heads, d))
@@ -136,7 +137,9 @@ def check(model: Layers, shape: Shape, x: Tensor, dy: Tensor) -> dict[str, float
         errors[name] = _relative(outputs[name], expected if name == "bf16" else outputs["bf16"])
         finite = all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
         if not finite or errors[name] > LIMITS[name]:
-            raise SystemExit(f"bench layer: {name} is wrong: relative error {errors[name]:.4f} (limit {LIMITS[name]}), gradients finite: {finite}.")
+            raise SystemExit(
+                f"bench layer: {name} is wrong: relative error {errors[name]:.4f} (limit {LIMITS[name]}), gradients finite: {finite}."
+            )
     return errors
 
 
@@ -189,9 +192,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=1, help="sequences in a batch (default 1)")
     parser.add_argument("--sequence", type=int, default=None, help="tokens in a sequence (default 8192, on a CPU 128)")
     parser.add_argument("--repeats", type=int, default=10, help="timed steps; the median counts (default 10)")
-    parser.add_argument("--recompute", choices=("none", "selective"), default="none", help="recompute norm and activation outputs")
+    parser.add_argument(
+        "--recompute", choices=("none", "selective"), default="none", help="recompute norm and activation outputs"
+    )
     parser.add_argument("--profile", metavar="RECIPE", choices=list(RECIPES), help="print the kernels of two steps")
-    parser.add_argument("--output", type=Path, default=None, help="JSON file (default benchmarks/results/layer-DEVICE.json)")
+    parser.add_argument(
+        "--output", type=Path, default=None, help="JSON file (default benchmarks/results/layer-DEVICE.json)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -205,7 +212,10 @@ def run(options: argparse.Namespace) -> int:
     dy = torch.randn_like(x)
     errors = check(model, shape, x, dy)
     rows = measure(model, x, dy, options.repeats)
-    print(f"{shape.layers} layers, hidden {shape.hidden}, ffn {shape.ffn}, {shape.batch}x{shape.sequence} tokens, on {report.machine()['device']}")
+    where = report.machine()["device"]
+    print(
+        f"{shape.layers} layers, hidden {shape.hidden}, ffn {shape.ffn}, {shape.batch}x{shape.sequence} tokens, on {where}"
+    )
     print(f"{'recipe':24}{'ms':>9}{'min':>9}{'max':>9}{'peak GiB':>10}{'rel. error':>12}")
     for name, row in rows.items():
         row["relative_error"] = errors[name]
@@ -213,7 +223,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"{name:24}{row['ms']:9.2f}{row['min_ms']:9.2f}{row['max_ms']:9.2f}{peak:>10}{errors[name]:12.4f}")
     if options.profile:
         print(_profile(model, x, dy, options.profile))
-    slug = str(report.machine()["device"]).lower().replace(" ", "-")
+    slug = str(where).lower().replace(" ", "-")
     name = f"layer-{slug}-{shape.batch}x{shape.sequence}" + ("-recompute" if options.recompute != "none" else "")
     path = options.output or Path("benchmarks/results") / f"{name}.json"
     report.write(path, "layer", {"shape": asdict(shape), "recompute": options.recompute, "results": rows})

@@ -11,7 +11,9 @@ from ottava.bench import BENCHMARKS
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ottava", description="FP8 transformer training for PyTorch, in plain Python.")
+    parser = argparse.ArgumentParser(
+        prog="ottava", description="FP8 transformer training for PyTorch, in plain Python."
+    )
     parser.add_argument("--version", action="version", version=f"ottava {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     bench = commands.add_parser("bench", help="measure something; outputs are checked first")

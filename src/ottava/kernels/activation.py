@@ -156,7 +156,9 @@ def _amax_cuda(h: Tensor, name: str) -> Tensor:
 amax = define("activation_amax", _amax, lambda h, name: h.new_empty(1, dtype=torch.float32), _amax_cuda)
 
 
-def _quantize(h: Tensor, name: str, scheme: str, scale: Tensor | None, amax: Tensor | None, rowwise: bool, columnwise: bool) -> Six:
+def _quantize(
+    h: Tensor, name: str, scheme: str, scale: Tensor | None, amax: Tensor | None, rowwise: bool, columnwise: bool
+) -> Six:
     """The activation's output, quantized. Current scaling takes its scale from the float32 amax, then quantizes rounded values."""
     parsed = Scheme.parse(scheme)
     values = _values(h, get(name))
@@ -166,11 +168,15 @@ def _quantize(h: Tensor, name: str, scheme: str, scale: Tensor | None, amax: Ten
     return reference_buffers(values, parsed, scale, amax, rowwise, columnwise, h.dtype)
 
 
-def _quantize_fake(h: Tensor, name: str, scheme: str, scale: Tensor | None, amax: Tensor | None, rowwise: bool, columnwise: bool) -> Six:
+def _quantize_fake(
+    h: Tensor, name: str, scheme: str, scale: Tensor | None, amax: Tensor | None, rowwise: bool, columnwise: bool
+) -> Six:
     return fake_buffers(h, h.shape[0], output_width(h.shape[1], get(name)), Scheme.parse(scheme), rowwise, columnwise)
 
 
-def _quantize_cuda(h: Tensor, name: str, scheme: str, scale: Tensor | None, amax: Tensor | None, rowwise: bool, columnwise: bool) -> Six:
+def _quantize_cuda(
+    h: Tensor, name: str, scheme: str, scale: Tensor | None, amax: Tensor | None, rowwise: bool, columnwise: bool
+) -> Six:
     from ottava.kernels import tile
 
     parsed, producer = Scheme.parse(scheme), tile.Activation(h, get(name))

@@ -61,7 +61,9 @@ def _unpad(blocks: Tensor, shape: torch.Size) -> Tensor:
     return blocks.reshape(r * rows, c * cols)[: shape[0], : shape[1]].contiguous()
 
 
-def _one_way_tensor(x: Tensor, scheme: Scheme, scale: Tensor | None, amax: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _one_way_tensor(
+    x: Tensor, scheme: Scheme, scale: Tensor | None, amax: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     amax = amax_of(x) if amax is None else amax.clone()
     if scale is None:
         scale = scale_from_amax(amax, scheme.element.max, scheme.epsilon, scheme.power_of_two)
@@ -97,10 +99,13 @@ def _one_way_nvfp4(x: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor]:
     block_scale = (block_amax / torch.full_like(block_amax, 6.0)) / tensor_scale
     block_scale = block_scale.clamp(NVFP4_SCALE_MIN, NVFP4_SCALE_MAX).to(torch.float8_e4m3fn)
     inverse = (torch.ones_like(tensor_scale) / tensor_scale) / block_scale.float()
+    # E2M1 has no NaN: a block that holds one gets a NaN scale, so that it does not become a number.
+    has_nan = blocks.isnan().any(dim=3, keepdim=True).any(dim=1, keepdim=True)
+    scale_bytes = block_scale.view(torch.uint8).masked_fill(has_nan, NAN_BYTE["e4m3"])
     codes = to_e2m1_codes((blocks * inverse).clamp(-6.0, 6.0), scheme.stochastic)
     codes = _unpad(codes, x.shape)
     packed = codes[:, 0::2] | (codes[:, 1::2] << 4)  # even columns in the low half
-    return packed, block_scale.view(torch.uint8)[:, 0, :, 0].contiguous(), amax
+    return packed, scale_bytes[:, 0, :, 0].contiguous(), amax
 
 
 def nvfp4_tensor_scale(amax: Tensor) -> Tensor:
@@ -142,7 +147,9 @@ def hadamard16(x: Tensor) -> Tensor:
     return (x.float().reshape(-1, 16) @ matrix).reshape(x.shape)
 
 
-def _one_way(x: Tensor, scheme: Scheme, scale: Tensor | None, amax: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _one_way(
+    x: Tensor, scheme: Scheme, scale: Tensor | None, amax: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
     if scheme.kind == "tensor":
         return _one_way_tensor(x, scheme, scale, amax)
     if scheme.kind == "block":
@@ -157,7 +164,10 @@ def check_shape(m: int, k: int, scheme: Scheme, rowwise: bool, columnwise: bool)
     """Packed formats need whole blocks along the dimension they are packed in."""
     if scheme.kind != "nvfp4":
         return
-    for size, wanted, name in ((k, rowwise, "last dimension"), (m, columnwise, "product of all dimensions but the last")):
+    for size, wanted, name in (
+        (k, rowwise, "last dimension"),
+        (m, columnwise, "product of all dimensions but the last"),
+    ):
         if wanted and size % 16:
             raise ValueError(f"NVFP4 needs a {name} that is a multiple of 16, got {size}: pad the tensor.")
 
@@ -177,7 +187,7 @@ def reference_buffers(
     reduced over ranks, or found by an earlier pass), else that of the values. `dtype` is the activation dtype that the values
     have or would have had: an overflowing block scale becomes its largest value.
     """
-    check_shape(*values.shape, scheme, rowwise, columnwise)
+    check_shape(values.shape[0], values.shape[1], scheme, rowwise, columnwise)
 
     def nothing() -> tuple[Tensor, Tensor, Tensor]:
         scale_dtype = torch.uint8 if scheme.kind in ("mx", "nvfp4") else torch.float32
@@ -203,10 +213,15 @@ def _transposed(row: tuple[Tensor, Tensor, Tensor], scheme: Scheme) -> tuple[Ten
         codes = torch.stack([data & 0xF, data >> 4], dim=-1).flatten(1).t()
         data = (codes[:, 0::2] | (codes[:, 1::2] << 4)).contiguous()
     else:
-        data = data.t().contiguous()
+        data = _transposed_copy(data)
     if scheme.per_tensor:
         return data, scale_inv.clone(), amax.new_empty(0)
-    return data, scale_inv.t().contiguous(), amax.clone()
+    return data, _transposed_copy(scale_inv), amax.clone()
+
+
+def _transposed_copy(x: Tensor) -> Tensor:
+    """Always a copy: `.t().contiguous()` of a single row or column would be the same memory, and outputs of an op may not share it."""
+    return x.t().clone(memory_format=torch.contiguous_format)
 
 
 def fake_buffers(x: Tensor, m: int, k: int, scheme: Scheme, rowwise: bool, columnwise: bool) -> Buffers:
@@ -227,7 +242,9 @@ def fake_buffers(x: Tensor, m: int, k: int, scheme: Scheme, rowwise: bool, colum
 
     nvfp4 = scheme.kind == "nvfp4"
     row, col = one(m, k, rowwise), one(k, m, columnwise)
-    return Buffers(row[0], row[1], col[0], col[1], amax(scheme.per_tensor or (nvfp4 and rowwise)), amax(nvfp4 and columnwise))
+    return Buffers(
+        row[0], row[1], col[0], col[1], amax(scheme.per_tensor or (nvfp4 and rowwise)), amax(nvfp4 and columnwise)
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------------- ops
@@ -235,16 +252,22 @@ def fake_buffers(x: Tensor, m: int, k: int, scheme: Scheme, rowwise: bool, colum
 Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def _quantize(x: Tensor, scheme: str, scale: Tensor | None, amax: Tensor | None, rowwise: bool, columnwise: bool) -> Six:
+def _quantize(
+    x: Tensor, scheme: str, scale: Tensor | None, amax: Tensor | None, rowwise: bool, columnwise: bool
+) -> Six:
     """x: [M, K] in float32, bfloat16 or float16."""
     return reference_buffers(x, Scheme.parse(scheme), scale, amax, rowwise, columnwise, x.dtype)
 
 
-def _quantize_fake(x: Tensor, scheme: str, scale: Tensor | None, amax: Tensor | None, rowwise: bool, columnwise: bool) -> Six:
+def _quantize_fake(
+    x: Tensor, scheme: str, scale: Tensor | None, amax: Tensor | None, rowwise: bool, columnwise: bool
+) -> Six:
     return fake_buffers(x, x.shape[0], x.shape[1], Scheme.parse(scheme), rowwise, columnwise)
 
 
-def _quantize_cuda(x: Tensor, scheme: str, scale: Tensor | None, amax: Tensor | None, rowwise: bool, columnwise: bool) -> Six:
+def _quantize_cuda(
+    x: Tensor, scheme: str, scale: Tensor | None, amax: Tensor | None, rowwise: bool, columnwise: bool
+) -> Six:
     from ottava.kernels import tile
 
     parsed, producer = Scheme.parse(scheme), tile.Identity(x)

@@ -8,7 +8,9 @@ from torch import Tensor
 
 
 @triton.jit
-def _update_kernel(history_ptr, scale_ptr, N, WINDOW, LIMIT: tl.constexpr, MOST_RECENT: tl.constexpr, BLOCK: tl.constexpr):
+def _update_kernel(
+    history_ptr, scale_ptr, N, WINDOW, LIMIT: tl.constexpr, MOST_RECENT: tl.constexpr, BLOCK: tl.constexpr
+):
     """One program a column; twin of `scaling.delayed_update`. LIMIT: fp8_max / 2^margin."""
     column = tl.program_id(0)
     rows = tl.arange(0, BLOCK)
@@ -32,5 +34,13 @@ def update(history: Tensor, scale: Tensor, window: int, limit: float, most_recen
     n = history.shape[1]
     block = triton.next_power_of_2(window)
     _update_kernel[(n,)](
-        history, scale, n, window, LIMIT=limit, MOST_RECENT=most_recent, BLOCK=block, num_warps=4, enable_fp_fusion=False
+        history,
+        scale,
+        n,
+        window,
+        LIMIT=limit,
+        MOST_RECENT=most_recent,
+        BLOCK=block,
+        num_warps=4,
+        enable_fp_fusion=False,
     )

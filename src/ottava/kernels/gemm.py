@@ -23,7 +23,9 @@ ALIGNMENT = 16  # bytes: cuBLASLt's FP8 products want every row of an operand to
 # ------------------------------------------------------------------------------------------------------------- emulation
 
 
-def _by_blocks_of_128(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, a_scheme: Scheme, b_scheme: Scheme) -> Tensor:
+def _by_blocks_of_128(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, a_scheme: Scheme, b_scheme: Scheme
+) -> Tensor:
     """A float32 partial product for each 128-wide slice of k, times both scales, added in order of k."""
     m, k = a.shape
     n = b.shape[0]
@@ -41,7 +43,14 @@ def _by_blocks_of_128(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, a_
 
 
 def _emulate(
-    a: Tensor, a_scale: Tensor, a_amax: Tensor, b: Tensor, b_scale: Tensor, b_amax: Tensor, a_scheme: Scheme, b_scheme: Scheme
+    a: Tensor,
+    a_scale: Tensor,
+    a_amax: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    b_amax: Tensor,
+    a_scheme: Scheme,
+    b_scheme: Scheme,
 ) -> Tensor:
     """float32 [m, n]."""
     a32, b32 = unpack(a, a_scheme), unpack(b, b_scheme)
@@ -65,6 +74,9 @@ def _exact_product(a32: Tensor, b32: Tensor) -> Tensor:
     return matmul(a32, b32.t())
 
 
+_KIND_NAMES = {"tensor": "per-tensor FP8", "block": "128-block FP8", "mx": "MXFP8", "nvfp4": "NVFP4"}
+
+
 def _scaled_mm(
     a: Tensor,
     a_scale: Tensor,
@@ -79,8 +91,9 @@ def _scaled_mm(
     split_accumulator: bool,
 ) -> Tensor:
     """Operands are one direction of quantized buffers, K-major. bias: [n]. The bias is added in float32, before rounding."""
-    say_once(f"ottava: {a_scheme.split(':f32')[0]} products run by exact emulation on {a.device.type}.")
-    out = _emulate(a, a_scale, a_amax, b, b_scale, b_amax, Scheme.parse(a_scheme), Scheme.parse(b_scheme))
+    sa, sb = Scheme.parse(a_scheme), Scheme.parse(b_scheme)
+    say_once(f"ottava: {_KIND_NAMES[sa.kind]} products run by exact emulation on {a.device.type}.")
+    out = _emulate(a, a_scale, a_amax, b, b_scale, b_amax, sa, sb)
     if bias is not None:
         out = out + bias.float()
     return out.to(out_dtype)
@@ -136,16 +149,28 @@ def _scaled_mm_cuda(
     sa, sb = Scheme.parse(a_scheme), Scheme.parse(b_scheme)
     m, n, k = a.shape[0], b.shape[0], a.shape[1]
     if m == 0 or n == 0 or k == 0 or not _native(sa, sb, a.device):
-        return _scaled_mm(a, a_scale, a_amax, b, b_scale, b_amax, a_scheme, b_scheme, bias, out_dtype, split_accumulator)
+        return _scaled_mm(
+            a, a_scale, a_amax, b, b_scale, b_amax, a_scheme, b_scheme, bias, out_dtype, split_accumulator
+        )
     if sa.kind == "tensor":
         return _cublas_tensorwise(a, a_scale, b, b_scale, sa, sb, bias, out_dtype, split_accumulator)
     if m % 8 or n % 8 or k % 128:
-        return _scaled_mm(a, a_scale, a_amax, b, b_scale, b_amax, a_scheme, b_scheme, bias, out_dtype, split_accumulator)
+        return _scaled_mm(
+            a, a_scale, a_amax, b, b_scale, b_amax, a_scheme, b_scheme, bias, out_dtype, split_accumulator
+        )
     return _cublas_blockwise(a, a_scale, b, b_scale, sa, sb, bias, out_dtype)
 
 
 def _cublas_tensorwise(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, sa: Scheme, sb: Scheme, bias: Tensor | None, out_dtype: torch.dtype, split: bool
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    sa: Scheme,
+    sb: Scheme,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    split: bool,
 ) -> Tensor:
     n = b.shape[0]
     a8, b8 = _align(a), _align(b)
@@ -171,7 +196,14 @@ _BLOCK_TYPES = {(1, 128): ScalingType.BlockWise1x128, (128, 128): ScalingType.Bl
 
 
 def _cublas_blockwise(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, sa: Scheme, sb: Scheme, bias: Tensor | None, out_dtype: torch.dtype
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    sa: Scheme,
+    sb: Scheme,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
 ) -> Tensor:
     assert sa.block is not None and sb.block is not None
     out = functional.scaled_mm(

@@ -13,10 +13,11 @@ from ottava.kernels.gemm import mm, scaled_mm
 from ottava.kernels.registry import define
 
 
-
 def _grouped_mm(a: list[Tensor], b: list[Tensor], bias: list[Tensor], out_dtype: torch.dtype) -> Tensor:
     """a[g]: [m_g, k_g], b[g]: [n, k_g], bias[g]: [n] or an empty list. Returns [sum of m_g, n]."""
-    return torch.cat([mm(x, w, bias[g] if bias else None, out_dtype) for g, (x, w) in enumerate(zip(a, b, strict=True))])
+    return torch.cat(
+        [mm(x, w, bias[g] if bias else None, out_dtype) for g, (x, w) in enumerate(zip(a, b, strict=True))]
+    )
 
 
 def _grouped_mm_fake(a: list[Tensor], b: list[Tensor], bias: list[Tensor], out_dtype: torch.dtype) -> Tensor:
@@ -54,7 +55,9 @@ def _grouped_scaled_mm(
     results = []
     for g in range(len(a)):
         operands = (a[g], a_scale[g], a_amax[g], b[g], b_scale[g], b_amax[g])
-        results.append(scaled_mm(*operands, a_scheme, b_scheme, bias[g] if bias else None, out_dtype, split_accumulator))
+        results.append(
+            scaled_mm(*operands, a_scheme, b_scheme, bias[g] if bias else None, out_dtype, split_accumulator)
+        )
     return torch.cat(results)
 
 

@@ -31,7 +31,9 @@ def _values(x: Tensor, gamma: Tensor, beta: Tensor | None, mean: Tensor, rstd: T
 # ----------------------------------------------------------------------------------------------------------------- stats
 
 
-def _stats(x: Tensor, gamma: Tensor, beta: Tensor | None, kind: str, eps: float, zero_centered: bool, amax: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _stats(
+    x: Tensor, gamma: Tensor, beta: Tensor | None, kind: str, eps: float, zero_centered: bool, amax: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """x [M, K] -> mean [M] (empty for RMSNorm), rstd [M], both float32; and, if asked, the amax [1] of the rounded output."""
     x32 = x.float()
     mean = x32.mean(-1) if kind == "LayerNorm" else x32.new_empty(0)
@@ -43,13 +45,17 @@ def _stats(x: Tensor, gamma: Tensor, beta: Tensor | None, kind: str, eps: float,
     return mean, rstd, amax_of(_values(x, gamma, beta, mean, rstd, zero_centered).to(x.dtype))
 
 
-def _stats_fake(x: Tensor, gamma: Tensor, beta: Tensor | None, kind: str, eps: float, zero_centered: bool, amax: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _stats_fake(
+    x: Tensor, gamma: Tensor, beta: Tensor | None, kind: str, eps: float, zero_centered: bool, amax: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     rows = x.shape[0]
     mean = x.new_empty(rows if kind == "LayerNorm" else 0, dtype=torch.float32)
     return mean, x.new_empty(rows, dtype=torch.float32), x.new_empty(int(amax), dtype=torch.float32)
 
 
-def _stats_cuda(x: Tensor, gamma: Tensor, beta: Tensor | None, kind: str, eps: float, zero_centered: bool, amax: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _stats_cuda(
+    x: Tensor, gamma: Tensor, beta: Tensor | None, kind: str, eps: float, zero_centered: bool, amax: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     from ottava.kernels import norm_triton
 
     return norm_triton.stats(x, gamma, beta, kind, eps, zero_centered, amax)
@@ -61,15 +67,21 @@ stats = define("norm_stats", _stats, _stats_fake, _stats_cuda)
 # ----------------------------------------------------------------------------------------------------------------- apply
 
 
-def _apply(x: Tensor, gamma: Tensor, beta: Tensor | None, mean: Tensor, rstd: Tensor, zero_centered: bool, dtype: torch.dtype) -> Tensor:
+def _apply(
+    x: Tensor, gamma: Tensor, beta: Tensor | None, mean: Tensor, rstd: Tensor, zero_centered: bool, dtype: torch.dtype
+) -> Tensor:
     return _values(x, gamma, beta, mean, rstd, zero_centered).to(dtype)
 
 
-def _apply_fake(x: Tensor, gamma: Tensor, beta: Tensor | None, mean: Tensor, rstd: Tensor, zero_centered: bool, dtype: torch.dtype) -> Tensor:
+def _apply_fake(
+    x: Tensor, gamma: Tensor, beta: Tensor | None, mean: Tensor, rstd: Tensor, zero_centered: bool, dtype: torch.dtype
+) -> Tensor:
     return torch.empty_like(x, dtype=dtype)
 
 
-def _apply_cuda(x: Tensor, gamma: Tensor, beta: Tensor | None, mean: Tensor, rstd: Tensor, zero_centered: bool, dtype: torch.dtype) -> Tensor:
+def _apply_cuda(
+    x: Tensor, gamma: Tensor, beta: Tensor | None, mean: Tensor, rstd: Tensor, zero_centered: bool, dtype: torch.dtype
+) -> Tensor:
     from ottava.kernels import tile
 
     return tile.store(tile.Norm(x, gamma, beta, mean, rstd, zero_centered), dtype)
@@ -141,7 +153,9 @@ quantize = define("norm_quantize", _quantize, _quantize_fake, _quantize_cuda)
 # -------------------------------------------------------------------------------------------------------------- backward
 
 
-def _backward(dy: Tensor, x: Tensor, gamma: Tensor, mean: Tensor, rstd: Tensor, zero_centered: bool, beta: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(
+    dy: Tensor, x: Tensor, gamma: Tensor, mean: Tensor, rstd: Tensor, zero_centered: bool, beta: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """dy, x [M, K] -> dx [M, K], dgamma [K], dbeta [K] (empty if there is no beta). Sums in float32."""
     dy32, x32 = dy.float(), x.float()
     xhat = (x32 - mean[:, None] if mean.numel() else x32) * rstd[:, None]
@@ -154,11 +168,15 @@ def _backward(dy: Tensor, x: Tensor, gamma: Tensor, mean: Tensor, rstd: Tensor, 
     return (dx * rstd[:, None]).to(x.dtype), dgamma, dbeta
 
 
-def _backward_fake(dy: Tensor, x: Tensor, gamma: Tensor, mean: Tensor, rstd: Tensor, zero_centered: bool, beta: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_fake(
+    dy: Tensor, x: Tensor, gamma: Tensor, mean: Tensor, rstd: Tensor, zero_centered: bool, beta: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(gamma), gamma.new_empty(gamma.shape if beta else 0)
 
 
-def _backward_cuda(dy: Tensor, x: Tensor, gamma: Tensor, mean: Tensor, rstd: Tensor, zero_centered: bool, beta: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_cuda(
+    dy: Tensor, x: Tensor, gamma: Tensor, mean: Tensor, rstd: Tensor, zero_centered: bool, beta: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     from ottava.kernels import norm_triton
 
     return norm_triton.backward(dy, x, gamma, mean, rstd, zero_centered, beta)

@@ -50,7 +50,9 @@ def quantized_stage(stage: Stage, recipe: Recipe, gated_backward: bool = False) 
     fused = Scheme(**{**vars(grad), "from_float32": grad.from_float32 and not gated_backward})
     split = {"split_fprop": True, "split_dgrad": True, "split_wgrad": True}
     if isinstance(recipe, Float8CurrentScaling | Float8BlockScaling):
-        split = {f"split_{g}": getattr(recipe, f"fp8_gemm_{g}").use_split_accumulator for g in ("fprop", "dgrad", "wgrad")}
+        split = {
+            f"split_{g}": getattr(recipe, f"fp8_gemm_{g}").use_split_accumulator for g in ("fprop", "dgrad", "wgrad")
+        }
     elif isinstance(recipe, DelayedScaling):
         split["split_fprop"] = False
     return Stage(
@@ -80,6 +82,7 @@ class QuantizedModule(nn.Module):
         self.device_at_init = device
         self.delayed = DelayedState(stages, device=device)
         self._weight_cache: dict[int, QuantizedTensor] = {}
+        self._last_context: tuple[Recipe | None, bool, Any] = (None, False, None)
         self._last_chain: tuple[tuple, Chain] | None = None
         self.wgrad_accumulation = False
 
@@ -109,7 +112,11 @@ class QuantizedModule(nn.Module):
             with torch.no_grad():
                 (init_method or default_init)(weight)
             if CURRENT.init is not None:
-                setattr(self, name, _stored_quantized(weight, CURRENT.init.recipe, CURRENT.init.preserve, self.describe(name)))
+                setattr(
+                    self,
+                    name,
+                    _stored_quantized(weight, CURRENT.init.recipe, CURRENT.init.preserve, self.describe(name)),
+                )
 
     def describe(self, name: str) -> str:
         """How error messages call a parameter of this module."""
@@ -136,7 +143,7 @@ class QuantizedModule(nn.Module):
         return view
 
     def scaling(self, which: str) -> ScalingView:
-        """"scaling_fwd" or "scaling_bwd": live scale and amax history."""
+        """ "scaling_fwd" or "scaling_bwd": live scale and amax history."""
         return self.delayed.view(which)
 
     # ------------------------------------------------------------------------------------------------------------- forward
@@ -171,24 +178,37 @@ class QuantizedModule(nn.Module):
 
     def prepare(self, stages: list[Stage]) -> tuple[Chain, Tensor | None]:
         """Resolves `autocast` into a chain, and the forward scales where delayed scaling is on."""
+        recipe, calibrating, group = self._context()
         scale, record = None, False
-        if isinstance(CURRENT.recipe, DelayedScaling):
+        if isinstance(recipe, DelayedScaling):
             scale, record = forward_scale(self.delayed)
             if record:
-                self.delayed.touch(CURRENT.recipe, CURRENT.group)
+                self.delayed.touch(recipe, group)
         if torch.compiler.is_compiling():
-            return self._resolve(stages, record), scale
+            return self._resolve(stages, recipe, calibrating, record), scale
         # Building the chain takes longer than launching a kernel: keep the last one.
-        key = (CURRENT.recipe, CURRENT.calibrating, record, *stages)
+        key = (recipe, calibrating, record, *stages)
         if self._last_chain is None or not _identical(self._last_chain[0], key):
-            self._last_chain = (key, self._resolve(stages, record))
+            self._last_chain = (key, self._resolve(stages, recipe, calibrating, record))
         return self._last_chain[1], scale
 
-    def _resolve(self, stages: list[Stage], record: bool) -> Chain:
-        recipe = None if CURRENT.calibrating else CURRENT.recipe
-        if recipe is not None:
+    def _context(self) -> tuple[Recipe | None, bool, Any]:
+        """(recipe, calibrating, group) of the `autocast` in force.
+
+        torch.utils.checkpoint recomputes in backward, when the `with` block is long over: what the last forward used holds then.
+        """
+        now = (CURRENT.recipe, CURRENT.calibrating, CURRENT.group)
+        if torch.compiler.is_compiling():
+            return now
+        if CURRENT.depth == 0 and torch_private.inside_backward():
+            return self._last_context
+        self._last_context = now
+        return now
+
+    def _resolve(self, stages: list[Stage], recipe: Recipe | None, calibrating: bool, record: bool) -> Chain:
+        if recipe is not None and not calibrating:
             stages = [quantized_stage(s, recipe, gated) for s, gated in zip(stages, self._gated_stages, strict=True)]
-        return Chain(tuple(stages), record, CURRENT.calibrating and record, self.delayed.id)
+        return Chain(tuple(stages), record, calibrating and record, self.delayed.id)
 
     def state(self, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
         """What `run_chain` takes as its state."""
@@ -228,7 +248,9 @@ class QuantizedModule(nn.Module):
         if is_first_microbatch is False and stored is None:
             stored = self._weight_cache.get(index)
             if stored is None:
-                raise ValueError("is_first_microbatch=False, but no earlier call had is_first_microbatch=True: no quantized weight is cached.")
+                raise ValueError(
+                    "is_first_microbatch=False, but no earlier call had is_first_microbatch=True: no quantized weight is cached."
+                )
         if stored is not None:
             self._check_same_scheme(stored, stage.weight)
             return _operands(stored)
@@ -240,9 +262,15 @@ class QuantizedModule(nn.Module):
             torch.ops.ottava.record_amax_(self.delayed.fwd_amax_history, q.rowwise_amax, 3 * index + 1, 0)
         if is_first_microbatch:
             scheme = Scheme.parse(stage.weight)
-            self._weight_cache[index] = QuantizedTensor.from_buffers(q, scheme, weight.shape, weight.dtype, True, columnwise)
+            self._weight_cache[index] = QuantizedTensor.from_buffers(
+                q, scheme, weight.shape, weight.dtype, True, columnwise
+            )
         row = (q.rowwise_data, q.rowwise_scale_inv, q.rowwise_amax)
-        return (*row, q.columnwise_data, q.columnwise_scale_inv, q.columnwise_amax) if columnwise else (*row, None, None, None)
+        return (
+            (*row, q.columnwise_data, q.columnwise_scale_inv, q.columnwise_amax)
+            if columnwise
+            else (*row, None, None, None)
+        )
 
     def _check_same_scheme(self, stored: QuantizedTensor, wanted: str) -> None:
         scheme = Scheme.parse(wanted)
@@ -259,7 +287,9 @@ class QuantizedModule(nn.Module):
         parameters = [getattr(self, name) for name in names]
         for name, parameter in zip(names, parameters, strict=True):
             if getattr(parameter, "main_grad", None) is None:
-                raise ValueError(f"fuse_wgrad_accumulation=True needs {self.describe(name)}.main_grad: give it a float32 tensor of the weight's shape.")
+                raise ValueError(
+                    f"fuse_wgrad_accumulation=True needs {self.describe(name)}.main_grad: give it a float32 tensor of the weight's shape."
+                )
 
         def add(wgrad: Tensor) -> None:
             for parameter, part in zip(parameters, wgrad.split([p.shape[0] for p in parameters]), strict=True):
@@ -276,7 +306,9 @@ class QuantizedModule(nn.Module):
         recipe = CURRENT.recipe
         if recipe is None:
             return "quantized by autocast"
-        parts = ", ".join(f"{role}: {str(Scheme.of(recipe, role)).removesuffix(':f32')}" for role in ("input", "weight", "grad"))
+        parts = ", ".join(
+            f"{role}: {str(Scheme.of(recipe, role)).removesuffix(':f32')}" for role in ("input", "weight", "grad")
+        )
         return f"{type(recipe).__name__}({parts})"
 
 
@@ -296,7 +328,9 @@ def _stored_quantized(weight: Tensor, recipe: Recipe, preserve: bool, who: str) 
     scheme = Scheme(**{**vars(scheme), "from_float32": False})
     multiple = feature_multiple(recipe)
     if weight.shape[0] % multiple or weight.shape[1] % multiple:
-        raise ValueError(f"{who} of shape {tuple(weight.shape)} cannot be stored by {type(recipe).__name__}: both sizes must be multiples of {multiple}.")
+        raise ValueError(
+            f"{who} of shape {tuple(weight.shape)} cannot be stored by {type(recipe).__name__}: both sizes must be multiples of {multiple}."
+        )
     parameter = nn.Parameter(quantize_by_scheme(weight.detach(), scheme))
     if preserve:
         _preserve(parameter, weight.detach().cpu().clone())
@@ -316,7 +350,11 @@ def _adjacent(tensors: list[Tensor]) -> bool:
         return False
     storage, offset = first.untyped_storage().data_ptr(), first.storage_offset()
     for tensor in tensors:
-        if not tensor.is_contiguous() or tensor.untyped_storage().data_ptr() != storage or tensor.storage_offset() != offset:
+        if (
+            not tensor.is_contiguous()
+            or tensor.untyped_storage().data_ptr() != storage
+            or tensor.storage_offset() != offset
+        ):
             return False
         offset += tensor.numel()
     return True

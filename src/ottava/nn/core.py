@@ -123,7 +123,9 @@ def _statistics(stage: Stage, h: Tensor, t: StageTensors) -> tuple[Tensor | None
     return mean, rstd, amax if needs_amax else None
 
 
-def _produce(stage: Stage, h: Tensor, gamma: Tensor | None, beta: Tensor | None, mean: Tensor | None, rstd: Tensor | None) -> Tensor:
+def _produce(
+    stage: Stage, h: Tensor, gamma: Tensor | None, beta: Tensor | None, mean: Tensor | None, rstd: Tensor | None
+) -> Tensor:
     """The stage's operand in the activation dtype [M, K]."""
     if stage.norm is not None:
         return ops.norm_apply(h, gamma, beta, mean, rstd, stage.norm.zero_centered, h.dtype)
@@ -212,7 +214,9 @@ class Gradient(NamedTuple):
     """Sum over rows, if the producing kernel was asked for it."""
 
 
-def _wgrad_operand(stage: Stage, s: Saved, scale: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _wgrad_operand(
+    stage: Stage, s: Saved, scale: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The saved operand of wgrad, or a new one from the producer's input if the stage recomputes."""
     if s.data is None and stage.backward == "quantized" and stage.input is not None:
         assert s.source is not None
@@ -244,7 +248,12 @@ def _dgrad_operand(stage: Stage, s: Saved, dtype: torch.dtype) -> Tensor:
 
 
 def _gemms(
-    stage: Stage, s: Saved, grad: Gradient, scale: Tensor | None, needs: tuple[bool, bool], dtypes: tuple[torch.dtype, torch.dtype]
+    stage: Stage,
+    s: Saved,
+    grad: Gradient,
+    scale: Tensor | None,
+    needs: tuple[bool, bool],
+    dtypes: tuple[torch.dtype, torch.dtype],
 ) -> tuple[Tensor | None, Tensor | None]:
     """(dgrad [M, K], wgrad [N, K]), each only if needed. dtypes: of activations and of the weight gradient."""
     needs_dgrad, needs_wgrad = needs
@@ -303,14 +312,17 @@ class _ChainFunction(torch.autograd.Function):
             saved.extend(kept)
         delayed = any(stage.delayed for stage in chain.stages)
         recompute_scale = fwd_scale.clone() if delayed and any(stage.recompute for stage in chain.stages) else None
-        ctx.save_for_backward(*saved, recompute_scale, bwd_scale if delayed else None, bwd_history if delayed else None)
+        ctx.save_for_backward(*saved, recompute_scale)
+        # Live buffers, not saved ones: another backward may update them before this one runs.
+        ctx.bwd_scale, ctx.bwd_history = (bwd_scale, bwd_history) if delayed else (None, None)
         ctx.chain, ctx.accumulators = chain, accumulators
         ctx.weight_dtypes = tuple(flat[i * _PER_STAGE + 2].dtype for i in range(len(chain.stages)))
         return (h, norm_out) if chain.stages[0].return_norm else h
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, dnorm: Tensor | None = None) -> Any:
-        *flat, fwd_scale, bwd_scale, bwd_history = ctx.saved_tensors
+        *flat, fwd_scale = ctx.saved_tensors
+        bwd_scale, bwd_history = ctx.bwd_scale, ctx.bwd_history
         chain: Chain = ctx.chain
         grads: list[Tensor | None] = [None] * (len(chain.stages) * _PER_STAGE + 4)
         grad = Gradient(dy if dy.is_contiguous() else dy.contiguous())
@@ -321,7 +333,9 @@ class _ChainFunction(torch.autograd.Function):
             scale = fwd_scale[3 * i : 3 * i + 1] if fwd_scale is not None else None
             grad = _quantize_gradient(chain, i, grad, bwd_scale, bwd_history)
             if needs[3]:
-                grads[i * _PER_STAGE + 3] = grad.column_sum if grad.column_sum is not None else ops.column_sum(grad.value)
+                grads[i * _PER_STAGE + 3] = (
+                    grad.column_sum if grad.column_sum is not None else ops.column_sum(grad.value)
+                )
             accumulate = ctx.accumulators[i] if ctx.accumulators is not None else None
             weight_dtype = torch.float32 if accumulate is not None else ctx.weight_dtypes[i]
             needs_dgrad = i > 0 or ctx.needs_input_grad[3] or needs[0] or needs[1]
@@ -347,7 +361,9 @@ class _ChainFunction(torch.autograd.Function):
         return None, None, None, grad.value, *grads
 
 
-def _quantize_gradient(chain: Chain, i: int, grad: Gradient, bwd_scale: Tensor | None, bwd_history: Tensor | None) -> Gradient:
+def _quantize_gradient(
+    chain: Chain, i: int, grad: Gradient, bwd_scale: Tensor | None, bwd_history: Tensor | None
+) -> Gradient:
     """Quantizes the gradient of stage i's output if the stage wants it, and records its amax."""
     stage = chain.stages[i]
     if not _quantizes_gradient(stage):
@@ -362,7 +378,9 @@ def _quantize_gradient(chain: Chain, i: int, grad: Gradient, bwd_scale: Tensor |
     return grad
 
 
-def _activation_backward(chain: Chain, i: int, dgrad: Tensor, s: Saved, bwd_scale: Tensor | None, needs_bias: bool) -> Gradient:
+def _activation_backward(
+    chain: Chain, i: int, dgrad: Tensor, s: Saved, bwd_scale: Tensor | None, needs_bias: bool
+) -> Gradient:
     """Through stage i's activation; straight into quantized form if the stage before takes it so."""
     name = chain.stages[i].activation
     before = chain.stages[i - 1] if i > 0 else None

@@ -20,7 +20,9 @@ class _GroupedFunction(torch.autograd.Function):
     """One GEMM a group, in the sense of `core`: quantize, multiply, keep the columnwise FP8 copies."""
 
     @staticmethod
-    def forward(ctx: Any, chain: Chain, splits: tuple[int, ...], keep: bool, accumulators: Any, x: Tensor, *flat: Any) -> Tensor:
+    def forward(
+        ctx: Any, chain: Chain, splits: tuple[int, ...], keep: bool, accumulators: Any, x: Tensor, *flat: Any
+    ) -> Tensor:
         fwd_scale, fwd_history, bwd_scale, bwd_history = flat[-4:]
         groups = [StageTensors(*flat[g * _PER_GROUP : (g + 1) * _PER_GROUP]) for g in range(len(splits))]
         stage = chain.stages[0]
@@ -45,18 +47,28 @@ class _GroupedFunction(torch.autograd.Function):
             )  # fmt: skip
             if quantized_back:
                 for b, t in zip(q, groups, strict=True):
-                    saved += [b.columnwise_data, b.columnwise_scale_inv, b.columnwise_amax, t.col, t.col_scale, t.col_amax]
+                    saved += [
+                        b.columnwise_data,
+                        b.columnwise_scale_inv,
+                        b.columnwise_amax,
+                        t.col,
+                        t.col_scale,
+                        t.col_amax,
+                    ]
             elif keep:  # "high_precision" or "dequantized": see [Note: three ways back] in core.py
                 saved += [_back_operand(stage, part, b) for part, b in zip(parts, q, strict=True)]
                 saved += [_back_weight(stage, t, x.dtype) for t in groups]
-        ctx.save_for_backward(*saved, bwd_scale if stage.delayed else None, bwd_history if stage.delayed else None)
+        ctx.save_for_backward(*saved)
+        ctx.bwd_scale, ctx.bwd_history = (
+            (bwd_scale, bwd_history) if stage.delayed else (None, None)
+        )  # live, as in core.py
         ctx.chain, ctx.splits, ctx.accumulators = chain, splits, accumulators
         ctx.weight_dtype = groups[0].weight.dtype if accumulators is None else torch.float32
         return out
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        *saved, bwd_scale, bwd_history = ctx.saved_tensors
+        saved, bwd_scale, bwd_history = list(ctx.saved_tensors), ctx.bwd_scale, ctx.bwd_history
         chain: Chain = ctx.chain
         stage, splits = chain.stages[0], ctx.splits
         parts = [p.contiguous() for p in dy.split(splits)]
@@ -71,7 +83,9 @@ class _GroupedFunction(torch.autograd.Function):
             if needs_dw:
                 dw = ops.grouped_mm([p.t() for p in parts], [x.t() for x in operands], [], ctx.weight_dtype)
         else:
-            dx, dw = _quantized_backward(chain, parts, saved, bwd_scale, bwd_history, needs_dx, needs_dw, ctx.weight_dtype)
+            dx, dw = _quantized_backward(
+                chain, parts, saved, bwd_scale, bwd_history, needs_dx, needs_dw, ctx.weight_dtype
+            )
         grads: list[Tensor | None] = [None] * (len(splits) * _PER_GROUP + 4)
         dws = list(dw.chunk(len(splits))) if dw is not None else [None] * len(splits)
         if ctx.accumulators is not None and dw is not None:
@@ -135,6 +149,8 @@ class GroupedLinear(QuantizedModule):
         >>> experts(torch.randn(10, 64), m_splits=[4, 6]).shape
         torch.Size([10, 128])
     """
+
+    weight0: torch.nn.Parameter
 
     def __init__(
         self,
@@ -200,14 +216,18 @@ class GroupedLinear(QuantizedModule):
             )
         self.check_features(in_features=self.in_features, out_features=self.out_features)
         chain, scale = self.prepare([Stage()] * self.num_gemms)
-        biases = [getattr(self, f"bias{g}") for g in range(self.num_gemms)] if self.use_bias else [None] * self.num_gemms
+        biases = (
+            [getattr(self, f"bias{g}") for g in range(self.num_gemms)] if self.use_bias else [None] * self.num_gemms
+        )
         flat: list[Any] = []
         for g in range(self.num_gemms):
             bias = None if self.return_bias else biases[g]
             weight = getattr(self, f"weight{g}")
             flat += self.stage_tensors(chain, g, weight, bias, scale, is_first_microbatch, dtype=x.dtype)
         keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *flat))
-        accumulators = [self.accumulator([f"weight{g}"]) for g in range(self.num_gemms)] if self.wgrad_accumulation else None
+        accumulators = (
+            [self.accumulator([f"weight{g}"]) for g in range(self.num_gemms)] if self.wgrad_accumulation else None
+        )
         state = self.state(scale) or (None,) * 4
         y = _GroupedFunction.apply(chain, tuple(m_splits), keep, accumulators, rows, *flat, *state)
         y = y.reshape(*x.shape[:-1], self.out_features)

@@ -15,7 +15,9 @@ ops = torch.ops.ottava
 
 class _NormFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor | None, kind: str, eps: float, zero_centered: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor | None, kind: str, eps: float, zero_centered: bool
+    ) -> Tensor:
         mean, rstd, _ = ops.norm_stats(x, gamma, beta, kind, eps, zero_centered, False)
         ctx.save_for_backward(x, gamma, mean, rstd)
         ctx.zero_centered, ctx.has_beta = zero_centered, beta is not None
@@ -67,9 +69,13 @@ class _Norm(nn.Module):
         """Normalizes over the last dimension(s). inp [..., *normalized_shape]."""
         count = len(self.normalized_shape)
         if tuple(inp.shape[-count:]) != self.normalized_shape:
-            raise ValueError(f"{type(self).__name__} expects last dimension(s) {self.normalized_shape}, got an input of shape {tuple(inp.shape)}.")
+            raise ValueError(
+                f"{type(self).__name__} expects last dimension(s) {self.normalized_shape}, got an input of shape {tuple(inp.shape)}."
+            )
         if inp.device != self.weight.device:
-            raise ValueError(f"{type(self).__name__} is on {self.weight.device} but its input is on {inp.device}: move one of them.")
+            raise ValueError(
+                f"{type(self).__name__} is on {self.weight.device} but its input is on {inp.device}: move one of them."
+            )
         check_float(inp, f"The input of {type(self).__name__}")
         rows = inp.reshape(-1, self.features)
         beta = None if self.bias is None else self.bias.reshape(-1)
@@ -100,7 +106,9 @@ class LayerNorm(_Norm):
         hidden_size: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(normalized_shape, eps, sequence_parallel, params_dtype, zero_centered_gamma, device, hidden_size, bias=True)
+        super().__init__(
+            normalized_shape, eps, sequence_parallel, params_dtype, zero_centered_gamma, device, hidden_size, bias=True
+        )
 
 
 class RMSNorm(_Norm):
@@ -122,4 +130,6 @@ class RMSNorm(_Norm):
         hidden_size: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(normalized_shape, eps, sequence_parallel, params_dtype, zero_centered_gamma, device, hidden_size, bias=False)
+        super().__init__(
+            normalized_shape, eps, sequence_parallel, params_dtype, zero_centered_gamma, device, hidden_size, bias=False
+        )

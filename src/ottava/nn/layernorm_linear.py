@@ -9,7 +9,14 @@ from torch import Tensor
 
 from ottava.nn.base import InitMethod, QuantizedModule, default_device
 from ottava.nn.core import Norm, Stage, run_chain
-from ottava.nn.options import OverlapOptions, ParallelOptions, check_norm, check_recompute, normalize_split, refuse_delayed_wgrad
+from ottava.nn.options import (
+    OverlapOptions,
+    ParallelOptions,
+    check_norm,
+    check_recompute,
+    normalize_split,
+    refuse_delayed_wgrad,
+)
 
 
 class LayerNormLinear(QuantizedModule):
@@ -21,6 +28,9 @@ class LayerNormLinear(QuantizedModule):
         >>> layer(torch.randn(4, 128)).shape
         torch.Size([4, 256])
     """
+
+    layer_norm_weight: torch.nn.Parameter
+    layer_norm_bias: torch.nn.Parameter | None
 
     def __init__(
         self,
@@ -70,7 +80,6 @@ class LayerNormLinear(QuantizedModule):
         self.recompute = check_recompute(recompute)
         self.init_method = init_method
         self.add_parameter("layer_norm_weight", (in_features,))
-        self.layer_norm_bias: torch.nn.Parameter | None
         if normalization == "LayerNorm":
             self.add_parameter("layer_norm_bias", (in_features,))
         else:
@@ -91,10 +100,14 @@ class LayerNormLinear(QuantizedModule):
                 self.layer_norm_bias.zero_()
         self.delayed.reset()
 
-    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_grad: bool = False, fp8_output: bool = False) -> Any:
+    def forward(
+        self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_grad: bool = False, fp8_output: bool = False
+    ) -> Any:
         """inp [..., in_features] -> output, or (output, bias), (output, norm output), (output, bias, norm output) as asked for."""
         if fp8_output or fp8_grad:
-            raise ValueError("fp8_output and fp8_grad are not offered: modules hand each other tensors in the activation dtype.")
+            raise ValueError(
+                "fp8_output and fp8_grad are not offered: modules hand each other tensors in the activation dtype."
+            )
         weight = self.joined(self.weight_names)
         x = self.check_input(inp, self.in_features, weight)
         bias = self.joined(self.bias_names) if self.use_bias else None
@@ -109,7 +122,7 @@ class LayerNormLinear(QuantizedModule):
         out = run_chain(
             chain, x.reshape(-1, self.in_features), [tensors], self.state(scale), (accumulate,) if accumulate else None
         )
-        y, norm_out = out if self.return_layernorm_output else (out, None)
+        y, norm_out = out if self.return_layernorm_output else (out, out)
         result: tuple[Any, ...] = (y.reshape(*x.shape[:-1], self.out_features),)
         if self.return_bias:
             result += (bias,)

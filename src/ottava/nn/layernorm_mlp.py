@@ -23,6 +23,13 @@ class LayerNormMLP(QuantizedModule):
         (torch.Size([4, 128]), torch.Size([1024, 128]))
     """
 
+    layer_norm_weight: torch.nn.Parameter
+    layer_norm_bias: torch.nn.Parameter | None
+    fc1_weight: torch.nn.Parameter
+    fc2_weight: torch.nn.Parameter
+    fc1_bias: torch.nn.Parameter | None
+    fc2_bias: torch.nn.Parameter | None
+
     def __init__(
         self,
         hidden_size: int,
@@ -80,9 +87,6 @@ class LayerNormMLP(QuantizedModule):
         self.recompute = check_recompute(recompute) or checkpoint
         self.init_method, self.output_layer_init_method = init_method, output_layer_init_method
         self.add_parameter("layer_norm_weight", (hidden_size,))
-        self.layer_norm_bias: torch.nn.Parameter | None
-        self.fc1_bias: torch.nn.Parameter | None
-        self.fc2_bias: torch.nn.Parameter | None
         if normalization == "LayerNorm":
             self.add_parameter("layer_norm_bias", (hidden_size,))
         else:
@@ -125,9 +129,11 @@ class LayerNormMLP(QuantizedModule):
         )  # fmt: skip
         fc2_bias = None if self.return_bias else self.fc2_bias
         fc2 = self.stage_tensors(chain, 1, self.fc2_weight, fc2_bias, scale, is_first_microbatch, dtype=x.dtype)
-        accumulators = (self.accumulator(["fc1_weight"]), self.accumulator(["fc2_weight"])) if self.wgrad_accumulation else None
+        accumulators = (
+            (self.accumulator(["fc1_weight"]), self.accumulator(["fc2_weight"])) if self.wgrad_accumulation else None
+        )
         out = run_chain(chain, x.reshape(-1, self.hidden_size), [fc1, fc2], self.state(scale), accumulators)
-        y, norm_out = out if self.return_layernorm_output else (out, None)
+        y, norm_out = out if self.return_layernorm_output else (out, out)
         result: tuple[Any, ...] = (y.reshape(x.shape),)
         if self.return_bias:
             result += (self.fc2_bias,)

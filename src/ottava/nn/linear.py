@@ -90,7 +90,9 @@ class Linear(QuantizedModule):
         is_first_microbatch: True quantizes the weight and keeps the copy, False uses the kept copy, None does neither.
         """
         if fp8_output or fp8_grad:
-            raise ValueError("fp8_output and fp8_grad are not offered: modules hand each other tensors in the activation dtype.")
+            raise ValueError(
+                "fp8_output and fp8_grad are not offered: modules hand each other tensors in the activation dtype."
+            )
         weight = self.joined(self.weight_names)
         x = self.check_input(inp, self.in_features, weight)
         bias = self.joined(self.bias_names) if self.use_bias else None

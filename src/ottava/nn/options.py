@@ -22,10 +22,14 @@ def normalize_split(split: dict[str, int] | tuple[str, ...] | list[str] | None, 
     if not isinstance(split, dict):
         names = list(split)
         if not names or rows % len(names):
-            raise ValueError(f"parameters_split={tuple(split)!r} must divide {rows} output features evenly; give a dict of sizes instead.")
+            raise ValueError(
+                f"parameters_split={tuple(split)!r} must divide {rows} output features evenly; give a dict of sizes instead."
+            )
         split = dict.fromkeys(names, rows // len(names))
     if sum(split.values()) != rows:
-        raise ValueError(f"parameters_split={split!r} must add up to {rows} output features, adds up to {sum(split.values())}.")
+        raise ValueError(
+            f"parameters_split={split!r} must add up to {rows} output features, adds up to {sum(split.values())}."
+        )
     return split
 
 
@@ -49,7 +53,9 @@ class ParallelOptions:
         if self.mode not in (None, "column", "row"):
             raise ValueError(f"parallel_mode must be None, 'column' or 'row', got {self.mode!r}.")
         if self.size != 1:
-            raise ValueError(f"tp_size={self.size}: this module runs in one process; tensor parallelism needs tp_size=1 until a mesh is set.")
+            raise ValueError(
+                f"tp_size={self.size}: this module runs in one process; tensor parallelism needs tp_size=1 until a mesh is set."
+            )
 
 
 @dataclass(frozen=True)

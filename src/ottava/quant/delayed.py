@@ -80,7 +80,7 @@ class DelayedState(nn.Module):
         return f"columns={FORWARD_COLUMNS * self.stages}+{BACKWARD_COLUMNS * self.stages}, used={self.used}"
 
     def view(self, which: str) -> ScalingView:
-        """"scaling_fwd" or "scaling_bwd": scale and the rows of the history that the recipe uses."""
+        """ "scaling_fwd" or "scaling_bwd": scale and the rows of the history that the recipe uses."""
         window = self.recipe.amax_history_len if self.recipe is not None else None
         if which == "scaling_fwd":
             return ScalingView(self.fwd_scale, self.fwd_amax_history[:window])

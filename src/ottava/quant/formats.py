@@ -1,8 +1,8 @@
 """Element and scale formats: E4M3, E5M2, E2M1, E8M0.
 
-    >>> from ottava.quant.formats import ELEMENTS
-    >>> ELEMENTS["e4m3"].max
-    448.0
+>>> from ottava.quant.formats import ELEMENTS
+>>> ELEMENTS["e4m3"].max
+448.0
 """
 
 from __future__ import annotations

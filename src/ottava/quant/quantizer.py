@@ -15,7 +15,9 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def check_float(x: Tensor, what: str) -> None:
     """Raises unless `x` has a dtype that FP8 can be made from."""
     if x.dtype not in FLOAT_DTYPES:
-        raise ValueError(f"{what} must be float32, bfloat16 or float16, got {x.dtype}: convert it with .to(torch.bfloat16).")
+        raise ValueError(
+            f"{what} must be float32, bfloat16 or float16, got {x.dtype}: convert it with .to(torch.bfloat16)."
+        )
 
 
 def quantize_by_scheme(

@@ -33,7 +33,10 @@ def forward_scale(state: DelayedState) -> tuple[Tensor, bool]:
     if torch.compiler.is_compiling():
         return state.fwd_scale, torch.is_grad_enabled()
     if RECOMPUTE.replay is not None:
-        return next(RECOMPUTE.replay), False
+        scale = next(RECOMPUTE.replay)
+        if RECOMPUTE.stash is not None:  # a checkpoint inside the one that is being recomputed
+            RECOMPUTE.stash.append(scale)
+        return scale, False
     if RECOMPUTE.stash is not None:
         RECOMPUTE.stash.append(state.fwd_scale.clone())
         return state.fwd_scale, True

@@ -24,7 +24,9 @@ def round_down_to_power_of_two(scale: Tensor) -> Tensor:
     return (scale.view(torch.int32) & -0x800000).view(torch.float32)  # 0xFF800000
 
 
-def scale_from_amax(amax: Tensor, fp8_max: float, epsilon: float, power_of_two: bool, inf_value: float = FLOAT32_MAX) -> Tensor:
+def scale_from_amax(
+    amax: Tensor, fp8_max: float, epsilon: float, power_of_two: bool, inf_value: float = FLOAT32_MAX
+) -> Tensor:
     """The scale that maps `amax` to `fp8_max`. 1 where amax is 0 or not finite; `inf_value` where the quotient overflows."""
     if epsilon:
         amax = amax.clamp_min(epsilon)
@@ -47,7 +49,9 @@ def e8m0_from_amax(amax: Tensor, fp8_max: float) -> Tensor:
     return torch.where(ratio == 0, torch.zeros_like(exponent), exponent).to(torch.uint8)
 
 
-def delayed_update(history: Tensor, scale: Tensor, window: int, fp8_max: float, margin: int, most_recent: bool) -> tuple[Tensor, Tensor]:
+def delayed_update(
+    history: Tensor, scale: Tensor, window: int, fp8_max: float, margin: int, most_recent: bool
+) -> tuple[Tensor, Tensor]:
     """One step of delayed scaling: (new history, new scale).
 
     history: [L, n] float32, of which rows 0..window-1 are in use; row 0 holds the running amax of this step. scale: [n] float32.

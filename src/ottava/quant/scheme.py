@@ -12,8 +12,10 @@ carry its string, so the same word appears in an op's schema, in a module's `ext
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from ottava.quant.formats import ELEMENTS, Element
 from ottava.recipe import (
@@ -118,11 +120,11 @@ def _parse(text: str) -> Scheme:
     )
 
 
-def _format(recipe, role: str) -> str:
+def _format(recipe: Any, role: str) -> str:
     return recipe.fp8_format.backward if role == "grad" else recipe.fp8_format.forward
 
 
-def _qparams(recipe, role: str) -> QParams:
+def _qparams(recipe: Any, role: str) -> QParams:
     return {
         "input": recipe.fp8_quant_fwd_inp,
         "weight": recipe.fp8_quant_fwd_weight,
@@ -141,7 +143,11 @@ def _current(recipe: Float8CurrentScaling, role: str) -> Scheme:
 
 def _block(recipe: Float8BlockScaling, role: str) -> Scheme:
     q = _qparams(recipe, role)
-    dims = {"input": recipe.x_block_scaling_dim, "weight": recipe.w_block_scaling_dim, "grad": recipe.grad_block_scaling_dim}
+    dims = {
+        "input": recipe.x_block_scaling_dim,
+        "weight": recipe.w_block_scaling_dim,
+        "grad": recipe.grad_block_scaling_dim,
+    }
     block = (1, 128) if dims[role] == 1 else (128, 128)
     return Scheme(_format(recipe, role), block, power_of_two=q.power_2_scale, epsilon=q.amax_epsilon)
 
@@ -160,7 +166,7 @@ def _nvfp4(recipe: NVFP4BlockScaling, role: str) -> Scheme:
     return Scheme("e2m1", block, hadamard=q.random_hadamard_transform, stochastic=q.stochastic_rounding)
 
 
-_MAKERS = {
+_MAKERS: dict[type, Callable[[Any, str], Scheme]] = {
     DelayedScaling: _delayed,
     Float8CurrentScaling: _current,
     Float8BlockScaling: _block,

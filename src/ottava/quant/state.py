@@ -73,7 +73,9 @@ class autocast:
         CURRENT.depth += 1
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         CURRENT.recipe, CURRENT.calibrating, CURRENT.group = self.outer
         CURRENT.depth -= 1
         if CURRENT.depth == 0 and CURRENT.touched:
@@ -97,7 +99,9 @@ class quantized_model_init:
         Parameter(QuantizedTensor((256, 256), e4m3:128x128:pow2, ...))
     """
 
-    def __init__(self, enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False) -> None:
+    def __init__(
+        self, enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
+    ) -> None:
         self.enabled = enabled
         self.recipe = default_recipe() if recipe is None else recipe
         self.preserve = preserve_high_precision_init_val
@@ -106,5 +110,7 @@ class quantized_model_init:
         self.outer, CURRENT.init = CURRENT.init, self if self.enabled else None
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         CURRENT.init = self.outer

@@ -47,7 +47,12 @@ class QuantizedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, parts: dict[str, Tensor], scheme: Scheme, shape: torch.Size | tuple[int, ...], dtype: torch.dtype, requires_grad: bool = False
+        cls,
+        parts: dict[str, Tensor],
+        scheme: Scheme,
+        shape: torch.Size | tuple[int, ...],
+        dtype: torch.dtype,
+        requires_grad: bool = False,
     ) -> QuantizedTensor:
         data = parts["rowwise_data"] if "rowwise_data" in parts else parts["columnwise_data"]
         self = torch.Tensor._make_wrapper_subclass(
@@ -104,15 +109,17 @@ class QuantizedTensor(torch.Tensor):
         return self._get("columnwise_scale_inv")
 
     @property
-    def amax(self) -> Tensor | None:
-        """float32 [1], per-tensor schemes only."""
+    def rowwise_amax(self) -> Tensor | None:
+        """float32 [1]: largest magnitude of what was quantized; per-tensor schemes and NVFP4 only."""
         return self._get("rowwise_amax")
 
     def operand(self, direction: str) -> tuple[Tensor, Tensor, Tensor]:
         """(data, scale_inv, amax) of one direction, "rowwise" or "columnwise": what a GEMM takes."""
         data, scale_inv = self._get(f"{direction}_data"), self._get(f"{direction}_scale_inv")
         if data is None or scale_inv is None:
-            raise ValueError(f"The {direction} copy of this QuantizedTensor was dropped or never made; it has: {', '.join(self._parts)}.")
+            raise ValueError(
+                f"The {direction} copy of this QuantizedTensor was dropped or never made; it has: {', '.join(self._parts)}."
+            )
         amax = self._get(f"{direction}_amax")
         return data, scale_inv, data.new_empty(0, dtype=torch.float32) if amax is None else amax
 
@@ -158,7 +165,7 @@ class QuantizedTensor(torch.Tensor):
             return int((scale == NAN_BYTE["e4m3"]).sum()) if scale is not None else 0
         return int((data == NAN_BYTE[self.scheme.format]).sum())
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         copies = " + ".join(n.removesuffix("_data") for n in self._parts if n.endswith("_data"))
         return (
             f"QuantizedTensor({tuple(self.shape)}, {self.scheme}, {copies}, dtype={self.dtype}, device={self.device}"
@@ -177,7 +184,9 @@ class QuantizedTensor(torch.Tensor):
         raise AttributeError(f"QuantizedTensor has no attribute {name!r}.")
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], meta: tuple, outer_size: torch.Size, outer_stride: tuple) -> QuantizedTensor:
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], meta: tuple, outer_size: torch.Size, outer_stride: tuple
+    ) -> QuantizedTensor:
         scheme, dtype, requires_grad = meta
         parts = {name.removeprefix("_part_"): tensor for name, tensor in inner.items()}
         return QuantizedTensor(parts, Scheme.parse(scheme), outer_size, dtype, requires_grad)
@@ -187,7 +196,7 @@ class QuantizedTensor(torch.Tensor):
         return _rebuild, (self._parts, str(self.scheme), tuple(self.shape), self.dtype, self.requires_grad)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         handler = _HANDLERS.get(func)
         if handler is not None:
@@ -207,7 +216,9 @@ class QuantizedTensor(torch.Tensor):
         return QuantizedTensor(parts, self.scheme, self.shape, dtype or self.dtype)
 
 
-def _rebuild(parts: dict[str, Tensor], scheme: str, shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> QuantizedTensor:
+def _rebuild(
+    parts: dict[str, Tensor], scheme: str, shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool
+) -> QuantizedTensor:
     return QuantizedTensor(parts, Scheme.parse(scheme), shape, dtype, requires_grad)
 
 
@@ -240,7 +251,11 @@ def _copy(func: Any, target: Tensor, source: Tensor, *args: Any, **kwargs: Any) 
         return func(target, source.dequantize(), *args, **kwargs)  # type: ignore[attr-defined]
     if target.shape != source.shape:
         raise ValueError(f"copy_ needs equal shapes: target {tuple(target.shape)}, source {tuple(source.shape)}.")
-    if isinstance(source, QuantizedTensor) and source.scheme == target.scheme and source._parts.keys() >= target._parts.keys():
+    if (
+        isinstance(source, QuantizedTensor)
+        and source.scheme == target.scheme
+        and source._parts.keys() >= target._parts.keys()
+    ):
         for name, tensor in target._parts.items():
             tensor.copy_(source._parts[name])
         return target
@@ -248,7 +263,9 @@ def _copy(func: Any, target: Tensor, source: Tensor, *args: Any, **kwargs: Any) 
     return target.requantize_(source.to(target.device))
 
 
-def _slice(func: Any, q: QuantizedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+def _slice(
+    func: Any, q: QuantizedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Any:
     """Slices along the first dimension of a matrix stay quantized when they fall on block boundaries."""
     if dim != 0 or q.dim() != 2 or step != 1:
         return NotImplemented
@@ -300,6 +317,8 @@ _HANDLERS: dict[Any, Callable] = {
     aten.view.default: _view,
     aten._unsafe_view.default: _view,
     aten.empty_like.default: lambda func, q, **kwargs: (
-        q._map(torch.empty_like) if kwargs.get("dtype") in (None, q.dtype) and kwargs.get("device") in (None, q.device) else NotImplemented
+        q._map(torch.empty_like)
+        if kwargs.get("dtype") in (None, q.dtype) and kwargs.get("device") in (None, q.device)
+        else NotImplemented
     ),
 }

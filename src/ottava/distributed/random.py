@@ -1,0 +1,82 @@
+"""`CudaRNGStatesTracker`: named random streams beside torch's own.
+
+Dropout inside a tensor-parallel region must differ between ranks, dropout outside of it must not. A rank draws the former from a
+stream of its own, kept here by name, and the latter from torch's default stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+MODEL_PARALLEL = "model-parallel-rng"
+
+
+def _get() -> Tensor:
+    return torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
+
+
+def _set(state: Tensor) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(state)
+    else:
+        torch.set_rng_state(state)
+
+
+class CudaRNGStatesTracker:
+    """Random streams by name, on the GPU if there is one, else on the CPU.
+
+    >>> tracker = ottava.CudaRNGStatesTracker()
+    >>> tracker.add("model-parallel-rng", 1234)
+    >>> with tracker.fork():
+    ...     mask = torch.rand(8)  # from the named stream; the default stream does not move
+    """
+
+    def __init__(self) -> None:
+        self.states_: dict[str, Tensor] = {}
+        self.seeds_: set[int] = set()
+
+    def reset(self) -> None:
+        """Forgets all streams."""
+        self.states_.clear()
+        self.seeds_.clear()
+
+    def add(self, name: str, seed: int) -> None:
+        """Starts the stream `name` at `seed`; both must be new."""
+        if seed in self.seeds_:
+            raise ValueError(f"The seed {seed} is taken by another stream: two streams would draw the same numbers.")
+        if name in self.states_:
+            raise ValueError(f"There is a stream {name!r} already; known: {', '.join(self.states_)}.")
+        before = _get()
+        if torch.cuda.is_available():
+            torch.cuda.manual_seed(seed)
+        else:
+            torch.manual_seed(seed)
+        self.states_[name] = _get()
+        self.seeds_.add(seed)
+        _set(before)
+
+    def get_states(self) -> dict[str, Tensor]:
+        """A copy of all streams' states, for a checkpoint."""
+        return {name: state.clone() for name, state in self.states_.items()}
+
+    def set_states(self, states: dict[str, Tensor]) -> None:
+        """Restores what `get_states` returned."""
+        self.states_ = {name: state.clone() for name, state in states.items()}
+
+    @contextmanager
+    def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
+        """Draws from the stream `name` inside the `with` block."""
+        if name not in self.states_:
+            known = ", ".join(self.states_) or "none"
+            raise ValueError(f"There is no stream {name!r} (known: {known}): call add({name!r}, seed) first.")
+        before = _get()
+        _set(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = _get()
+            _set(before)

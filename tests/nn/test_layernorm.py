@@ -1,0 +1,79 @@
+"""LayerNorm and RMSNorm modules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ottava
+from quant_cases import casting, relative, same
+
+KINDS = {"LayerNorm": ottava.LayerNorm, "RMSNorm": ottava.RMSNorm}
+TORCH = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("shape", [64, (4, 16), [64]])
+@pytest.mark.parametrize("dtype,bar", [(torch.float32, 2e-6), (torch.bfloat16, 4e-3)])
+def test_against_torch_in_float64(kind: str, shape, dtype: torch.dtype, bar: float) -> None:
+    module = KINDS[kind](shape, eps=1e-3, params_dtype=dtype, device="cpu")
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(torch.randn(p.shape))
+    plain = TORCH[kind](shape, eps=1e-3, dtype=torch.float64)
+    plain.load_state_dict({k: v.double() for k, v in module.state_dict().items()})
+    size = (shape,) if isinstance(shape, int) else tuple(shape)
+    x, dy = torch.randn(3, 5, *size, dtype=dtype, requires_grad=True), torch.randn(3, 5, *size, dtype=dtype)
+    x64 = x.detach().double().requires_grad_()
+    y, want = module(x), plain(x64)
+    y.backward(dy)
+    want.backward(dy.double())
+    assert y.dtype == dtype and relative(y, want) < bar and relative(x.grad, x64.grad) < bar
+    for p, q in zip(module.parameters(), plain.parameters(), strict=True):
+        assert relative(p.grad, q.grad) < bar and p.grad.shape == p.shape
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_zero_centered_gain_is_one_more_than_the_weight(kind: str) -> None:
+    centered, plain = (KINDS[kind](32, zero_centered_gamma=z, device="cpu") for z in (True, False))
+    assert not centered.weight.any() and torch.equal(plain.weight, torch.ones(32))
+    with torch.no_grad():
+        centered.weight.normal_()
+        plain.weight.copy_(centered.weight + 1)
+    x = torch.randn(5, 32)
+    assert torch.equal(centered(x), plain(x))
+
+
+def test_parameters_and_arguments() -> None:
+    assert {n for n, _ in ottava.LayerNorm(8, device="cpu").named_parameters()} == {"weight", "bias"}
+    assert {n for n, _ in ottava.RMSNorm(8, device="cpu").named_parameters()} == {"weight"}
+    assert ottava.LayerNorm(hidden_size=8, device="cpu").normalized_shape == (8,)  # an older name
+    assert repr(ottava.RMSNorm(8, device="cpu")) == "RMSNorm((8,), eps=1e-05, zero_centered_gamma=False)"
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("rows", [0, 1])
+def test_few_rows(kind: str, rows: int) -> None:
+    module, x = KINDS[kind](16, device="cpu"), torch.randn(rows, 16, requires_grad=True)
+    module(x).sum().backward()
+    assert x.grad.shape == (rows, 16) and module.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_autocast_does_not_change_it(kind: str) -> None:
+    module, x = KINDS[kind](32, device="cpu"), torch.randn(5, 32)
+    with casting("current"):
+        assert same(module(x), KINDS[kind](32, device="cpu")(x))
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_mistakes_are_named(kind: str) -> None:
+    module = KINDS[kind](32, device="cpu")
+    with pytest.raises(ValueError, match=rf"{kind} expects last dimension\(s\) \(32,\), got an input of shape \(4, 31\)"):
+        module(torch.randn(4, 31))
+    with pytest.raises(ValueError, match=f"The input of {kind} must be float32, bfloat16 or float16, got torch.float64"):
+        module(torch.randn(4, 32, dtype=torch.float64))
+    with pytest.raises(ValueError, match=f"{kind} is on cpu but its input is on meta"):
+        module(torch.randn(4, 32, device="meta"))
+    with pytest.raises(ValueError, match="needs normalized_shape"):
+        KINDS[kind](device="cpu")

@@ -1,0 +1,94 @@
+"""Every private torch API that Ottava leans on, one at a time: a torch release that changes one fails here, by name."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ottava import torch_private
+
+
+class Spy(torch.autograd.Function):
+    """Calls `look` in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, look: Any) -> Tensor:
+        ctx.look = look
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.look()
+        return grad, None
+
+
+def run_backward(look: Any) -> None:
+    Spy.apply(torch.ones(2, requires_grad=True), look).sum().backward()
+
+
+def test_inside_backward() -> None:
+    seen = []
+    run_backward(lambda: seen.append(torch_private.inside_backward()))
+    assert seen == [True] and not torch_private.inside_backward()
+
+
+def test_backward_id_is_that_of_the_pass() -> None:
+    seen: list[int] = []
+    x = torch.ones(2, requires_grad=True)
+
+    def look() -> None:
+        seen.append(torch_private.backward_id())
+
+    (Spy.apply(x, look) + Spy.apply(x, look)).sum().backward()
+    run_backward(look)
+    assert seen[0] == seen[1] != seen[2] and -1 not in seen
+    assert torch_private.backward_id() == -1
+
+
+def test_a_backward_inside_a_backward_has_an_id_of_its_own() -> None:
+    seen: list[int] = []
+
+    def outer() -> None:
+        seen.append(torch_private.backward_id())
+        with torch.enable_grad():
+            run_backward(lambda: seen.append(torch_private.backward_id()))
+        seen.append(torch_private.backward_id())
+
+    run_backward(outer)
+    assert seen[0] == seen[2] != seen[1]
+
+
+def test_at_end_of_backward_runs_once_after_the_last_gradient() -> None:
+    order: list[str] = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda grad: order.append("gradient"))
+
+    def look() -> None:
+        order.append("function")
+        torch_private.at_end_of_backward(lambda: order.append("end"))
+
+    Spy.apply(x, look).sum().backward()
+    assert order == ["function", "gradient", "end"]
+    run_backward(lambda: None)
+    assert order.count("end") == 1
+
+
+def test_is_fake() -> None:
+    with FakeTensorMode():
+        fake = torch.empty(2)
+    assert torch_private.is_fake(fake)
+    assert not torch_private.is_fake(torch.empty(2)) and not torch_private.is_fake(torch.empty(2, device="meta"))
+
+
+def test_every_function_is_tested_here() -> None:
+    functions = {
+        name
+        for name, value in inspect.getmembers(torch_private, inspect.isfunction)
+        if value.__module__ == torch_private.__name__
+    }
+    tested = {"inside_backward", "backward_id", "at_end_of_backward", "is_fake"}
+    assert functions == tested, "add a test for what is new"
