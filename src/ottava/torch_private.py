@@ -30,3 +30,13 @@ def is_fake(tensor: torch.Tensor) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor)
+
+
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """targets[i].copy_(sources[i]) for all i, in few kernels."""
+    torch._foreach_copy_(targets, sources)
+
+
+def add_to_all(tensors: list[torch.Tensor], number: float) -> None:
+    """tensors[i] += number for all i, in few kernels."""
+    torch._foreach_add_(tensors, number)

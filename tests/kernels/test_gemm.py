@@ -142,6 +142,4 @@ def test_emulation_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="ottava"):
         for _ in range(3):
             product(a, b, pair)
-    assert [record.message for record in caplog.records] == [
-        "ottava: e4m3:1x32 products run by exact emulation on cpu."
-    ]
+    assert [record.message for record in caplog.records] == ["ottava: MXFP8 products run by exact emulation on cpu."]

@@ -497,7 +497,7 @@ def test_a_saved_and_loaded_module_goes_on_as_if_nothing_had_happened() -> None:
 
 def test_a_state_dict_without_the_buffers_loads_and_starts_afresh() -> None:
     module = linear()
-    plain = {key: value for key, value in module.state_dict().items()}
+    plain = dict(module.state_dict())
     result = module.load_state_dict(plain, strict=True)
     assert not result.missing_keys and not result.unexpected_keys
     assert module.delayed.fwd_scale.tolist() == [1.0] * 3 and not module.delayed.used

@@ -69,9 +69,13 @@ def test_autocast_does_not_change_it(kind: str) -> None:
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_mistakes_are_named(kind: str) -> None:
     module = KINDS[kind](32, device="cpu")
-    with pytest.raises(ValueError, match=rf"{kind} expects last dimension\(s\) \(32,\), got an input of shape \(4, 31\)"):
+    with pytest.raises(
+        ValueError, match=rf"{kind} expects last dimension\(s\) \(32,\), got an input of shape \(4, 31\)"
+    ):
         module(torch.randn(4, 31))
-    with pytest.raises(ValueError, match=f"The input of {kind} must be float32, bfloat16 or float16, got torch.float64"):
+    with pytest.raises(
+        ValueError, match=f"The input of {kind} must be float32, bfloat16 or float16, got torch.float64"
+    ):
         module(torch.randn(4, 32, dtype=torch.float64))
     with pytest.raises(ValueError, match=f"{kind} is on cpu but its input is on meta"):
         module(torch.randn(4, 32, device="meta"))

@@ -130,7 +130,9 @@ def test_selective_recompute_changes_no_bit(scheme: str) -> None:
 @pytest.mark.parametrize("scheme", DETERMINISTIC)
 def test_parameters_split(scheme: str) -> None:
     module, whole = build(parameters_split={"query": 64, "kv": 32}), build()
-    assert {"query_weight", "kv_weight", "query_bias", "kv_bias", *NORM_NAMES} == {n for n, _ in module.named_parameters()}
+    assert {"query_weight", "kv_weight", "query_bias", "kv_bias", *NORM_NAMES} == {
+        n for n, _ in module.named_parameters()
+    }
     with torch.no_grad():
         for kind in ("weight", "bias"):
             a, b = getattr(whole, kind).split([64, 32])

@@ -53,7 +53,7 @@ def test_delayed_scaling_casts_with_the_given_scale_and_reports_amax() -> None:
     for scale in (37.5, torch.tensor(37.5), torch.tensor([37.5])):
         q = ottava.quantize(x, recipe.DelayedScaling(), scale=scale)
         assert q.rowwise_scale_inv.tolist() == (torch.ones(1) / 37.5).tolist()
-        assert q.amax.tolist() == [x.abs().max().item()]
+        assert q.rowwise_amax.tolist() == [x.abs().max().item()]
     assert ottava.quantize(x, recipe.DelayedScaling()).rowwise_scale_inv.tolist() == [1.0]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import ottava
 from ottava import recipe
 from ottava.quant.tensor import BUFFER_NAMES
-from quant_cases import DETERMINISTIC, QUANTIZING, RECIPES, all_same, same
+from quant_cases import DETERMINISTIC, QUANTIZING, RECIPES, all_same
 
 EXACT = [name for name in DETERMINISTIC if name != "none"]
 

@@ -86,6 +86,10 @@ class QuantizedModule(nn.Module):
         self._last_chain: tuple[tuple, Chain] | None = None
         self.wgrad_accumulation = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        # What refers to this process or to this module's own state is found again by the next forward.
+        return {**self.__dict__, "_last_chain": None, "_last_context": (None, False, None)}
+
     # --------------------------------------------------------------------------------------------------------- parameters
 
     def add_parameter(self, name: str, shape: tuple[int, ...], split: dict[str, int] | None = None) -> list[str]:
@@ -254,7 +258,8 @@ class QuantizedModule(nn.Module):
         if stored is not None:
             self._check_same_scheme(stored, stage.weight)
             return _operands(stored)
-        columnwise = torch.is_grad_enabled() and stage.backward == "quantized"
+        # A copy that is kept may serve a later forward that does have a backward.
+        columnwise = stage.backward == "quantized" and (torch.is_grad_enabled() or bool(is_first_microbatch))
         weight_scale = scale[3 * index + 1 : 3 * index + 2] if stage.delayed else None  # type: ignore[index]
         check_float(weight, self.describe("weight"))
         q = Buffers(*torch.ops.ottava.quantize(weight.detach(), stage.weight, weight_scale, None, True, columnwise))

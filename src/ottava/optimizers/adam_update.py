@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
+from ottava import torch_private
 from ottava.optimizers.masters import join_remainder, split_remainder_
 from ottava.optimizers.moments import MomentFormat
 from ottava.quant.tensor import QuantizedTensor
@@ -91,7 +92,7 @@ def _adam(
     counted = steps
     if not group["bias_correction"]:
         # After infinitely many steps both corrections are exactly 1.
-        torch._foreach_add_(steps, 1)
+        torch_private.add_to_all(steps, 1)
         counted = [torch.full((), float("inf"), device=work[0].device)] * len(work)
     adam(
         work,
@@ -138,7 +139,7 @@ def _as_float32(tensors: list[Tensor]) -> list[Tensor]:
             targets.append(result[i])
             sources.append(tensor)
     if targets:
-        torch._foreach_copy_(targets, sources)
+        torch_private.copy_all(targets, sources)
     return result
 
 
@@ -175,4 +176,4 @@ def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copies the pairs that are not one and the same tensor, together."""
     pairs = [(t, s) for t, s in zip(targets, sources, strict=True) if t is not s]
     if pairs:
-        torch._foreach_copy_([t for t, _ in pairs], [s for _, s in pairs])
+        torch_private.copy_all([t for t, _ in pairs], [s for _, s in pairs])

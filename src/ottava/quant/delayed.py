@@ -68,6 +68,21 @@ class DelayedState(nn.Module):
         self.id = _next_id()
         _BY_ID[self.id] = self
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            **self.__dict__,
+            "group": None,
+        }  # process groups are handles of this process; the next forward sets it again
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.id = _next_id()  # a copy is another state
+        _BY_ID[self.id] = self
+
+    def forget_this_step(self) -> None:
+        """Drops what the forward pass has recorded since the last update."""
+        self.fwd_amax_history[0].zero_()
+
     def reset(self) -> None:
         """Back to the start: scales 1, histories 0."""
         for scale in (self.fwd_scale, self.bwd_scale, self.previous_fwd_scale):

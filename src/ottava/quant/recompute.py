@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ottava import torch_private
 from ottava.quant.delayed import DelayedState
+from ottava.quant.state import CURRENT
 
 
 class _Recompute:
@@ -42,4 +43,4 @@ def forward_scale(state: DelayedState) -> tuple[Tensor, bool]:
         return state.fwd_scale, True
     if torch_private.inside_backward():
         return state.scale_of_first_forward(), False
-    return state.fwd_scale, torch.is_grad_enabled()
+    return state.fwd_scale, torch.is_grad_enabled() or CURRENT.calibrating

@@ -85,6 +85,9 @@ class autocast:
             CURRENT.touched.clear()
             if kind is None:
                 update_forward(touched)
+            else:  # the step failed: as if it had not been
+                for state in touched:
+                    state.forget_this_step()
 
 
 class quantized_model_init:

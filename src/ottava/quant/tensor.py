@@ -157,6 +157,11 @@ class QuantizedTensor(torch.Tensor):
                 self._parts[name].copy_(tensor)
         return self
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise ValueError(
+            "A part of a QuantizedTensor cannot be assigned: change a high-precision copy and copy_() it in whole."
+        )
+
     def nan_count(self) -> int:
         """How many elements are NaN (8-bit formats; E2M1 has no NaN and counts block scales instead)."""
         data = self._parts["rowwise_data"] if "rowwise_data" in self._parts else self._parts["columnwise_data"]
@@ -203,7 +208,7 @@ class QuantizedTensor(torch.Tensor):
             result = handler(func, *args, **kwargs)
             if result is not NotImplemented:
                 return result
-        if func._schema.is_mutable:
+        if _writes_quantized(func, args, kwargs):
             raise ValueError(
                 f"{func} would write into a QuantizedTensor, whose value changes only through copy_(): "
                 "update a high-precision master and copy it in (ottava.optimizers.FusedAdam does), or dequantize() first."
@@ -214,6 +219,20 @@ class QuantizedTensor(torch.Tensor):
     def _map(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> QuantizedTensor:
         parts = {name: function(tensor) for name, tensor in self._parts.items()}
         return QuantizedTensor(parts, self.scheme, self.shape, dtype or self.dtype)
+
+
+def _writes_quantized(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether the op would write into an argument that is a QuantizedTensor (or a list with one)."""
+    if not func._schema.is_mutable:
+        return False
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[i] if i < len(args) else kwargs.get(argument.name)
+        written = value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(v, QuantizedTensor) for v in written):
+            return True
+    return False
 
 
 def _rebuild(
@@ -303,7 +322,11 @@ def _view(func: Any, q: QuantizedTensor, shape: Any) -> Any:
             known *= n if n != -1 else 1
         size = torch.Size([q.numel() // max(known, 1) if n == -1 else n for n in size])
     if not size or size[-1] != q.shape[-1]:
-        return NotImplemented
+        return NotImplemented  # a reader gets the dequantized values
+    if size.numel() != q.numel():
+        raise ValueError(
+            f"A QuantizedTensor of shape {tuple(q.shape)} cannot be viewed as {tuple(size)}: another size."
+        )
     return QuantizedTensor(q._parts, q.scheme, size, q.dtype)
 
 
