@@ -149,7 +149,9 @@ def test_nan_is_counted_and_never_becomes_the_largest_value(scheme: str, role: s
 def test_infinity_saturates_and_the_rest_survives() -> None:
     x = torch.randn(32, 64)
     x[5, 7] = float("inf")
-    for scheme in ("current", "block", "mxfp8"):
+    for scheme in ("current", "block"):  # an infinite amax leaves the scale at 1
         q = ottava.quantize(x, RECIPES[scheme])
-        assert q.nan_count() == 0 and q.dequantize().isfinite().all()
-        assert q.dequantize()[5, 7] > 0
+        assert q.nan_count() == 0 and q.dequantize()[5, 7] == 448.0
+        assert (q.dequantize()[:5] - x[:5]).abs().max() < 0.25
+    q = ottava.quantize(x, RECIPES["mxfp8"])  # the block's scale is the largest there is: 448 * 2^127
+    assert q.nan_count() == 0 and q.dequantize()[5, 7] == float("inf") and q.dequantize()[:5].isfinite().all()
