@@ -84,11 +84,23 @@ def test_is_fake() -> None:
     assert not torch_private.is_fake(torch.empty(2)) and not torch_private.is_fake(torch.empty(2, device="meta"))
 
 
+def test_copy_all() -> None:
+    targets, sources = [torch.zeros(2), torch.zeros(3, dtype=torch.bfloat16)], [torch.ones(2), torch.full((3,), 2.5)]
+    torch_private.copy_all(targets, sources)
+    assert [t.tolist() for t in targets] == [[1.0, 1.0], [2.5, 2.5, 2.5]] and targets[1].dtype == torch.bfloat16
+
+
+def test_add_to_all() -> None:
+    tensors = [torch.zeros(()), torch.ones(2)]
+    torch_private.add_to_all(tensors, 1.0)
+    assert [t.tolist() for t in tensors] == [1.0, [2.0, 2.0]]
+
+
 def test_every_function_is_tested_here() -> None:
     functions = {
         name
         for name, value in inspect.getmembers(torch_private, inspect.isfunction)
         if value.__module__ == torch_private.__name__
     }
-    tested = {"inside_backward", "backward_id", "at_end_of_backward", "is_fake"}
+    tested = {"inside_backward", "backward_id", "at_end_of_backward", "is_fake", "copy_all", "add_to_all"}
     assert functions == tested, "add a test for what is new"

@@ -172,8 +172,9 @@ def test_delayed_update_equals_the_reference(window, most_recent):
     history[0, 2], history[0, 3], history[:, 4] = 0.0, float("inf"), 1e-44
     scale = torch.rand(6) + 0.5
     expected = scaling.delayed_update(history, scale, window, 448.0, 1, most_recent)
-    h, s = history.cuda(), scale.cuda()
-    torch.ops.ottava.delayed_update_(h, s, window, 448.0, 1, most_recent)
+    h, s, previous = history.cuda(), scale.cuda(), torch.zeros(6, device="cuda")
+    torch.ops.ottava.delayed_update_(h, s, previous, window, 448.0, 1, most_recent)
+    assert torch.equal(previous.cpu(), scale)
     assert torch.equal(h.cpu(), expected[0])
     assert torch.equal(s.cpu(), expected[1])
 

@@ -36,10 +36,10 @@ def test_update_is_the_rule_in_place(window: int, most_recent: bool) -> None:
     scale = torch.rand(5)
     want_history, want_scale = delayed_update(history.clone(), scale.clone(), window, 448.0, 1, most_recent)
     address = history.data_ptr()
-    ops.delayed_update_(history, scale, window, 448.0, 1, most_recent)
+    ops.delayed_update_(history, scale, None, window, 448.0, 1, most_recent)
     assert torch.equal(history, want_history) and torch.equal(scale, want_scale) and history.data_ptr() == address
 
 
 def test_opcheck() -> None:
     torch.library.opcheck(ops.record_amax_.default, (torch.zeros(4, 3), torch.ones(1), 2, 0))
-    torch.library.opcheck(ops.delayed_update_.default, (torch.rand(4, 3), torch.ones(3), 4, 448.0, 0, False))
+    torch.library.opcheck(ops.delayed_update_.default, (torch.rand(4, 3), torch.ones(3), torch.ones(3), 4, 448.0, 0, False))

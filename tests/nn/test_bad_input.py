@@ -40,7 +40,10 @@ def test_a_dimension_that_fp8_cannot_take(name: str, scheme: str) -> None:
     multiple, width = (32, 48) if scheme == "mxfp8" else (16, 40)
     kind = type(RECIPES[scheme]).__name__
     size = "hidden_size" if name == "LayerNormMLP" else "in_features"
-    message = f"{name}: {size}={width} must be a multiple of {multiple} to run with {kind}; the next one is {64 if scheme == 'mxfp8' else 48}."
+    following = 64 if scheme == "mxfp8" else 48
+    message = (
+        f"{name}: {size}={width} must be a multiple of {multiple} to run with {kind}; the next one is {following}."
+    )
     module, x = MODULES[name](width), torch.randn(4, width)
     with casting(scheme), pytest.raises(ValueError, match=re.escape(message) + r".*autocast\(enabled=False\)"):
         module(x)
@@ -57,7 +60,9 @@ def test_out_features_and_ffn_size_are_checked_too() -> None:
 def test_nvfp4_needs_whole_blocks_of_tokens_for_training() -> None:
     module = MODULES["Linear"]()
     with casting("nvfp4"):
-        with pytest.raises(ValueError, match=r"NVFP4 needs a product of all dimensions but the last that is a multiple of 16, got 15"):
+        with pytest.raises(
+            ValueError, match=r"NVFP4 needs a product of all dimensions but the last that is a multiple of 16, got 15"
+        ):
             module(torch.randn(3, 5, 64))
         with torch.no_grad():  # evaluation sums over features only
             assert module(torch.randn(3, 5, 64)).isfinite().all()
@@ -66,21 +71,28 @@ def test_nvfp4_needs_whole_blocks_of_tokens_for_training() -> None:
 @pytest.mark.parametrize("name", list(MODULES))
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.float8_e4m3fn])
 def test_dtype_that_is_not_taken(name: str, dtype: torch.dtype) -> None:
-    message = f"The input of {name} must be float32, bfloat16 or float16, got {dtype}: convert it with .to(torch.bfloat16)."
+    message = (
+        f"The input of {name} must be float32, bfloat16 or float16, got {dtype}: convert it with .to(torch.bfloat16)."
+    )
     with pytest.raises(ValueError, match=re.escape(message)):
         MODULES[name]()(torch.ones(4, 64).to(dtype))
 
 
 def test_float64_parameters_are_refused_by_a_quantized_product() -> None:
     module = ottava.Linear(64, 64, params_dtype=torch.float64, device="cpu")
-    with casting("current"), pytest.raises(ValueError, match=r"Linear\.weight must be float32, bfloat16 or float16, got torch\.float64"):
+    with (
+        casting("current"),
+        pytest.raises(ValueError, match=r"Linear\.weight must be float32, bfloat16 or float16, got torch\.float64"),
+    ):
         module(torch.randn(4, 64))
 
 
 @pytest.mark.parametrize("name", list(MODULES))
 def test_input_on_another_device(name: str) -> None:
     """meta stands in for a second device where there is no GPU."""
-    message = f"{name} is on cpu but its input is on meta: move the input with .to('cpu'), or the module with .to('meta')."
+    message = (
+        f"{name} is on cpu but its input is on meta: move the input with .to('cpu'), or the module with .to('meta')."
+    )
     with pytest.raises(ValueError, match=re.escape(message)):
         MODULES[name]()(torch.randn(4, 64, device="meta"))
     module = MODULES[name]().to("meta")
@@ -89,14 +101,18 @@ def test_input_on_another_device(name: str) -> None:
 
 
 def test_unknown_activation() -> None:
-    with pytest.raises(ValueError, match=r"Unknown activation 'gellu'\. Did you mean 'gelu'\? Known: gelu, qgelu, relu, silu"):
+    with pytest.raises(
+        ValueError, match=r"Unknown activation 'gellu'\. Did you mean 'gelu'\? Known: gelu, qgelu, relu, silu"
+    ):
         ottava.LayerNormMLP(64, 64, activation="gellu", device="cpu")
     with pytest.raises(ValueError, match=r"Unknown activation 'softmax'\. Known: "):
         ottava.LayerNormMLP(64, 64, activation="softmax", device="cpu")
 
 
 def test_unknown_recipe_field() -> None:
-    with pytest.raises(ValueError, match=r"DelayedScaling has no field 'amax_history_length'\. Did you mean 'amax_history_len'\?"):
+    with pytest.raises(
+        ValueError, match=r"DelayedScaling has no field 'amax_history_length'\. Did you mean 'amax_history_len'\?"
+    ):
         recipe.DelayedScaling(amax_history_length=16)
 
 

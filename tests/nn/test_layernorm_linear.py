@@ -100,9 +100,14 @@ def test_the_norm_output_can_be_returned_and_has_a_gradient(scheme: str, recompu
 
 @pytest.mark.parametrize(
     "options,count",
-    [({}, 1), ({"return_bias": True}, 2), ({"return_layernorm_output": True}, 2), ({"return_bias": True, "return_layernorm_output": True}, 3)],
+    [
+        ({}, 1),
+        ({"return_bias": True}, 2),
+        ({"return_layernorm_output": True}, 2),
+        ({"return_bias": True, "return_layernorm_output": True}, 3),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_order_of_what_is_returned(options: dict, count: int) -> None:
     module, x = build(**options), torch.randn(4, 2, IN)
     out = module(x)

@@ -136,6 +136,16 @@ def test_torch_autocast_sets_the_activation_dtype() -> None:
         assert module(x).dtype == torch.bfloat16
 
 
+def test_torch_autocast_does_not_reach_into_the_ops() -> None:
+    """It would turn the float32 products of the emulation into bf16 ones."""
+    for scheme in DETERMINISTIC:
+        module, x = linear(params_dtype=torch.bfloat16), torch.randn(16, IN).bfloat16()
+        with torch.autocast("cpu", dtype=torch.bfloat16), casting(scheme):
+            y = module(x)
+        with casting(scheme):
+            assert same(y, linear(params_dtype=torch.bfloat16)(x)), scheme
+
+
 # ------------------------------------------------------------------------------------------------------------------ options
 
 

@@ -51,6 +51,10 @@ def losses(scheme: str, threads: int) -> list[torch.Tensor]:
 def test_twenty_steps_are_bitwise_equal_for_any_number_of_threads(scheme: str) -> None:
     once = losses(scheme, 1)
     assert once[-1] < 0.7 * once[0]  # it learns, so the equality is of something
-    for threads in (2, 4) if scheme != "nvfp4" else (2,):  # its emulation is many small operations: slow with many threads
+    for threads in (
+        (2, 4) if scheme != "nvfp4" else (2,)
+    ):  # its emulation is many small operations: slow with many threads
         again = losses(scheme, threads)
-        assert all(same(a, b) for a, b in zip(once, again, strict=True)), [float(a - b) for a, b in zip(once, again, strict=True)]
+        assert all(same(a, b) for a, b in zip(once, again, strict=True)), [
+            float(a - b) for a, b in zip(once, again, strict=True)
+        ]

@@ -16,9 +16,18 @@ TOKENS = st.sampled_from([0, 1, 2, 3, 5, 15, 16, 17, 31, 33, 127, 129])
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 
 
-@given(tokens=TOKENS, width=WIDTHS, out=WIDTHS, scheme=st.sampled_from(DETERMINISTIC), dtype=DTYPES, seed=st.integers(0, 1000))
-@settings(max_examples=50)
-def test_linear_on_any_number_of_tokens(tokens: int, width: int, out: int, scheme: str, dtype: torch.dtype, seed: int) -> None:
+@given(
+    tokens=TOKENS,
+    width=WIDTHS,
+    out=WIDTHS,
+    scheme=st.sampled_from(DETERMINISTIC),
+    dtype=DTYPES,
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=100)
+def test_linear_on_any_number_of_tokens(
+    tokens: int, width: int, out: int, scheme: str, dtype: torch.dtype, seed: int
+) -> None:
     torch.manual_seed(seed)
     module = ottava.Linear(width, out, params_dtype=dtype, device="cpu")
     x = torch.randn(tokens, width).to(dtype).requires_grad_()
@@ -39,7 +48,7 @@ def test_linear_on_any_number_of_tokens(tokens: int, width: int, out: int, schem
 
 
 @given(tokens=TOKENS, scheme=st.sampled_from(DETERMINISTIC), seed=st.integers(0, 1000))
-@settings(max_examples=30)
+@settings(max_examples=60)
 def test_layernorm_mlp_on_any_number_of_tokens(tokens: int, scheme: str, seed: int) -> None:
     torch.manual_seed(seed)
     module = ottava.LayerNormMLP(32, 64, activation="swiglu", device="cpu")
@@ -57,8 +66,13 @@ def test_layernorm_mlp_on_any_number_of_tokens(tokens: int, scheme: str, seed: i
     transposed=st.booleans(),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=40)
-def test_leading_dimensions_and_strides_do_not_matter(shape: list[int], scheme: str, transposed: bool, seed: int) -> None:
+@settings(max_examples=80)
+def test_leading_dimensions_and_strides_do_not_matter(
+    shape: list[int], scheme: str, transposed: bool, seed: int
+) -> None:
+    transposed = (
+        transposed and scheme != "none"
+    )  # a BLAS may sum in another order for other strides; FP8 copies are contiguous
     results = []
     count = math.prod(shape)
     for flat in (True, False):
@@ -75,8 +89,12 @@ def test_leading_dimensions_and_strides_do_not_matter(shape: list[int], scheme: 
     assert all_same(*results)
 
 
-@given(tokens=st.integers(2, 40), where=st.integers(0, 39), scheme=st.sampled_from([s for s in DETERMINISTIC if s != "delayed"]))
-@settings(max_examples=30)
+@given(
+    tokens=st.integers(2, 40),
+    where=st.integers(0, 39),
+    scheme=st.sampled_from([s for s in DETERMINISTIC if s != "delayed"]),
+)
+@settings(max_examples=60)
 def test_rows_with_scales_of_their_own_do_not_depend_on_other_rows(tokens: int, where: int, scheme: str) -> None:
     """Per-row scales (block, MXFP8) or none: a token's output is the same in any batch. Per-tensor scales share one."""
     if scheme == "current":

@@ -80,7 +80,7 @@ def spacing(scheme: Scheme) -> tuple[float, float]:
 
 
 @given(x=matrices(), scheme=st.sampled_from(EIGHT_BIT))
-@settings(max_examples=120)
+@settings(max_examples=480)
 def test_error_is_half_a_step(x: Tensor, scheme: str) -> None:
     """|x - dequantize(quantize(x))| is at most half the distance of neighbouring values, and what the scale saturates."""
     parsed = Scheme.parse(scheme)
@@ -97,23 +97,26 @@ def test_error_is_half_a_step(x: Tensor, scheme: str) -> None:
 
 
 @given(x=matrices(multiple=16, scales=[1e-4, 1.0, 1e4]), scheme=st.sampled_from(FOUR_BIT))
-@settings(max_examples=40)
+@settings(max_examples=160)
 def test_error_of_four_bits(x: Tensor, scheme: str) -> None:
     """Half of the widest gap (2 of 6) of the block's largest value, plus the rounding of the block's scale (1/16 of it),
     and for blocks far below the tensor's largest value, whose scale has a floor, half of the smallest step."""
     q = quantize(x, scheme)
     back = values(q, scheme).double()
+    assert back.shape == x.shape
+    if not x.numel():
+        return
     parsed = Scheme.parse(scheme)
     assert parsed.block is not None
     r, c = parsed.block
-    amax = x.double().abs().reshape(x.shape[0] // r, r, x.shape[1] // c, c).amax((1, 3)) if x.numel() else x.double()
+    amax = x.double().abs().reshape(x.shape[0] // r, r, x.shape[1] // c, c).amax((1, 3))
     amax = amax.repeat_interleave(r, 0).repeat_interleave(c, 1)
     floor = (q.rowwise_amax.double() / (448 * 6)) * 2.0**-6 * 0.25
     assert ((x.double() - back).abs() <= amax * (1 / 6 + 1 / 16 + 0.01) + floor).all()
 
 
 @given(x=matrices(special=True), scheme=st.sampled_from([s for s in EIGHT_BIT if "rht" not in s]))
-@settings(max_examples=120)
+@settings(max_examples=480)
 def test_columnwise_copy_is_that_of_the_transpose(x: Tensor, scheme: str) -> None:
     q, t = quantize(x, scheme), quantize(x.t(), scheme)
     assert same(q.columnwise_data, t.rowwise_data) and same(q.columnwise_scale_inv, t.rowwise_scale_inv)
@@ -121,7 +124,7 @@ def test_columnwise_copy_is_that_of_the_transpose(x: Tensor, scheme: str) -> Non
 
 
 @given(x=matrices(special=True), scheme=st.sampled_from(EIGHT_BIT))
-@settings(max_examples=120)
+@settings(max_examples=480)
 def test_nan_stays_and_nothing_else_becomes_nan(x: Tensor, scheme: str) -> None:
     q = quantize(x, scheme)
     assert torch.equal(q.rowwise_data == 0x7F, x.isnan())
@@ -130,7 +133,7 @@ def test_nan_stays_and_nothing_else_becomes_nan(x: Tensor, scheme: str) -> None:
 
 
 @given(x=matrices(special=True), scheme=st.sampled_from(EIGHT_BIT))
-@settings(max_examples=120)
+@settings(max_examples=480)
 def test_scales_are_positive_and_finite(x: Tensor, scheme: str) -> None:
     q = quantize(x, scheme)
     for scale in (q.rowwise_scale_inv, q.columnwise_scale_inv):
@@ -141,7 +144,7 @@ def test_scales_are_positive_and_finite(x: Tensor, scheme: str) -> None:
 
 
 @given(x=matrices(special=True), scheme=st.sampled_from(POWER_OF_TWO))
-@settings(max_examples=80)
+@settings(max_examples=320)
 def test_power_of_two_scales_are_powers_of_two(x: Tensor, scheme: str) -> None:
     q = quantize(x, scheme)
     scale = q.rowwise_scale_inv if q.rowwise_scale_inv.dtype == torch.float32 else e8m0_to_float(q.rowwise_scale_inv)
@@ -154,7 +157,7 @@ ORDINARY = [1e-20, 1e-4, 1.0, 1e4, 1e20]
 
 
 @given(x=matrices(scales=ORDINARY), scheme=st.sampled_from(POWER_OF_TWO))
-@settings(max_examples=80)
+@settings(max_examples=320)
 def test_quantizing_what_was_dequantized_changes_no_value(x: Tensor, scheme: str) -> None:
     """Powers of two only: other scales round again. The scale itself may move where the largest value was rounded up."""
     x = x.float()
@@ -164,20 +167,24 @@ def test_quantizing_what_was_dequantized_changes_no_value(x: Tensor, scheme: str
 
 
 @given(x=matrices(special=True), scheme=st.sampled_from(EIGHT_BIT))
-@settings(max_examples=60)
+@settings(max_examples=240)
 def test_strides_do_not_matter(x: Tensor, scheme: str) -> None:
     assert all(same(a, b) for a, b in zip(quantize(x, scheme), quantize(x.contiguous(), scheme), strict=True))
 
 
 @given(x=matrices(scales=ORDINARY), scheme=st.sampled_from(EIGHT_BIT), sign=st.booleans())
-@settings(max_examples=60)
+@settings(max_examples=240)
 def test_sign_is_symmetric(x: Tensor, scheme: str, sign: bool) -> None:
     a, b = quantize(x, scheme), quantize(-x, scheme)
     assert torch.equal(values(a, scheme), -values(b, scheme)) and same(a.rowwise_scale_inv, b.rowwise_scale_inv)
 
 
-@given(x=matrices(scales=[1e-4, 1.0, 1e4]), power=st.integers(-8, 8), scheme=st.sampled_from(["e4m3:tensor", "e4m3:1x128", "e4m3:1x32"]))
-@settings(max_examples=60)
+@given(
+    x=matrices(scales=[1e-4, 1.0, 1e4]),
+    power=st.integers(-8, 8),
+    scheme=st.sampled_from(["e4m3:tensor", "e4m3:1x128", "e4m3:1x32"]),
+)
+@settings(max_examples=240)
 def test_a_power_of_two_moves_into_the_scale(x: Tensor, power: int, scheme: str) -> None:
     """Multiplying the input by a power of two changes scales and no byte (float16 would overflow, so in float32)."""
     x = x.float()
@@ -193,8 +200,10 @@ def test_a_power_of_two_moves_into_the_scale(x: Tensor, power: int, scheme: str)
     margin=st.integers(0, 3),
     most_recent=st.booleans(),
 )
-@settings(max_examples=80)
-def test_delayed_update_against_a_plain_list(rows: list[list[float]], window: int, margin: int, most_recent: bool) -> None:
+@settings(max_examples=320)
+def test_delayed_update_against_a_plain_list(
+    rows: list[list[float]], window: int, margin: int, most_recent: bool
+) -> None:
     """The rule again, in Python lists: one list of recorded amax a column, the newest last."""
     history, scale = torch.zeros(10, 3), torch.ones(3)
     recorded: list[list[float]] = [[], [], []]
@@ -202,12 +211,14 @@ def test_delayed_update_against_a_plain_list(rows: list[list[float]], window: in
         for column, amax in enumerate(row):
             ops.record_amax_(history, torch.tensor([amax]), column, 0)
         before = scale.clone()
-        ops.delayed_update_(history, scale, window, 448.0, margin, most_recent)
+        ops.delayed_update_(history, scale, None, window, 448.0, margin, most_recent)
         for column, amax in enumerate(row):
             # A window of n rows holds the step under way and n - 1 earlier ones.
             seen = recorded[column][-(window - 1) :] if window > 1 else []
             top = amax if most_recent else max([amax, *seen])
-            want = before[column] if top == 0 else torch.tensor(448.0 / 2**margin) / torch.tensor(top, dtype=torch.float32)
+            want = (
+                before[column] if top == 0 else torch.tensor(448.0 / 2**margin) / torch.tensor(top, dtype=torch.float32)
+            )
             want = torch.tensor(torch.finfo(torch.float32).max) if want.isinf() else want
             assert scale[column] == want
             if amax != 0:

@@ -21,23 +21,29 @@ def _record(history: Tensor, amax: Tensor, column: int, owner: int) -> None:
 record_amax = define("record_amax_", _record, lambda history, amax, column, owner: None, mutates=("history",))
 
 
-def _update(history: Tensor, scale: Tensor, window: int, fp8_max: float, margin: int, most_recent: bool) -> None:
-    """One step of delayed scaling, in place. history [L, n], scale [n]."""
+def _update(
+    history: Tensor, scale: Tensor, previous: Tensor | None, window: int, fp8_max: float, margin: int, most_recent: bool
+) -> None:
+    """One step of delayed scaling, in place. history [L, n], scale [n]; previous [n] receives the scale of before."""
+    if previous is not None:
+        previous.copy_(scale)
     new_history, new_scale = delayed_update(history, scale, window, fp8_max, margin, most_recent)
     history.copy_(new_history)
     scale.copy_(new_scale)
 
 
-def _update_cuda(history: Tensor, scale: Tensor, window: int, fp8_max: float, margin: int, most_recent: bool) -> None:
+def _update_cuda(
+    history: Tensor, scale: Tensor, previous: Tensor | None, window: int, fp8_max: float, margin: int, most_recent: bool
+) -> None:
     from ottava.kernels import delayed_triton
 
-    delayed_triton.update(history, scale, window, fp8_max / 2**margin, most_recent)
+    delayed_triton.update(history, scale, previous, window, fp8_max / 2**margin, most_recent)
 
 
 update = define(
     "delayed_update_",
     _update,
-    lambda history, scale, window, fp8_max, margin, most_recent: None,
+    lambda history, scale, previous, window, fp8_max, margin, most_recent: None,
     _update_cuda,
-    mutates=("history", "scale"),
+    mutates=("history", "scale", "previous"),
 )

@@ -9,8 +9,9 @@ from torch import Tensor
 
 @triton.jit
 def _update_kernel(
-    history_ptr, scale_ptr, N, WINDOW, LIMIT: tl.constexpr, MOST_RECENT: tl.constexpr, BLOCK: tl.constexpr
-):
+    history_ptr, scale_ptr, previous_ptr, N, WINDOW,
+    LIMIT: tl.constexpr, MOST_RECENT: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One program a column; twin of `scaling.delayed_update`. LIMIT: fp8_max / 2^margin."""
     column = tl.program_id(0)
     rows = tl.arange(0, BLOCK)
@@ -22,6 +23,8 @@ def _update_kernel(
     safe = tl.where(usable, amax, 1.0)
     fresh = tl.div_rn(safe * 0.0 + LIMIT, safe)
     fresh = tl.where(fresh == float("inf"), 3.4028234663852886e38, fresh)
+    if KEEP:
+        tl.store(previous_ptr + column, tl.load(scale_ptr + column))
     tl.store(scale_ptr + column, fresh, mask=usable)
     tl.debug_barrier()  # every load of this column comes before the first store
     rolled = tl.where(rows == WINDOW - 1, newest, after)
@@ -29,18 +32,13 @@ def _update_kernel(
     tl.store(history_ptr + rows * N + column, rolled, mask=(rows < WINDOW) & (newest != 0.0))
 
 
-def update(history: Tensor, scale: Tensor, window: int, limit: float, most_recent: bool) -> None:
-    """history [L, n] and scale [n], in place."""
+def update(
+    history: Tensor, scale: Tensor, previous: Tensor | None, window: int, limit: float, most_recent: bool
+) -> None:
+    """history [L, n] and scale [n], in place; previous [n] receives the scale of before."""
     n = history.shape[1]
     block = triton.next_power_of_2(window)
     _update_kernel[(n,)](
-        history,
-        scale,
-        n,
-        window,
-        LIMIT=limit,
-        MOST_RECENT=most_recent,
-        BLOCK=block,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
+        history, scale, previous, n, window, LIMIT=limit, MOST_RECENT=most_recent, KEEP=previous is not None, BLOCK=block,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip

@@ -213,9 +213,9 @@ def _cublas_blockwise(
         _BLOCK_TYPES[sa.block],
         _cublas_scale(b_scale, sb),
         _BLOCK_TYPES[sb.block],
-        output_dtype=out_dtype,
+        output_dtype=out_dtype if bias is None else torch.float32,  # the bias is added before the one rounding
     )
-    return out if bias is None else out + bias.to(out_dtype)
+    return out if bias is None else (out + bias.float()).to(out_dtype)
 
 
 def _cublas_scale(scale: Tensor, scheme: Scheme) -> Tensor:

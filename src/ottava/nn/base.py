@@ -44,28 +44,31 @@ def feature_multiple(recipe: Recipe) -> int:
 
 
 def quantized_stage(stage: Stage, recipe: Recipe, gated_backward: bool = False) -> Stage:
-    """`stage` with the schemes of `recipe`. gated_backward: its output's gradient comes from a gated activation."""
-    grad = Scheme.of(recipe, "grad")
-    # Gated gradients are rounded to the activation dtype before they are quantized (docs/numerics.md).
-    fused = Scheme(**{**vars(grad), "from_float32": grad.from_float32 and not gated_backward})
-    split = {"split_fprop": True, "split_dgrad": True, "split_wgrad": True}
+    """`stage` with the schemes of `recipe`. gated_backward: its output's gradient comes from a gated activation.
+
+    Written out field by field: dynamo of torch 2.11 cannot trace `vars()` or `dataclasses.replace` of a frozen dataclass.
+    """
+    grad = str(Scheme.of(recipe, "grad"))
+    split_fprop, split_dgrad, split_wgrad = not isinstance(recipe, DelayedScaling), True, True
     if isinstance(recipe, Float8CurrentScaling | Float8BlockScaling):
-        split = {
-            f"split_{g}": getattr(recipe, f"fp8_gemm_{g}").use_split_accumulator for g in ("fprop", "dgrad", "wgrad")
-        }
-    elif isinstance(recipe, DelayedScaling):
-        split["split_fprop"] = False
+        split_fprop = recipe.fp8_gemm_fprop.use_split_accumulator
+        split_dgrad = recipe.fp8_gemm_dgrad.use_split_accumulator
+        split_wgrad = recipe.fp8_gemm_wgrad.use_split_accumulator
     return Stage(
-        **{
-            **vars(stage),
-            **split,
-            "input": str(Scheme.of(recipe, "input")),
-            "weight": str(Scheme.of(recipe, "weight")),
-            "grad": str(grad),
-            "fused_grad": str(fused),
-            "delayed": isinstance(recipe, DelayedScaling),
-            "backward": recipe.backward_override or "quantized",  # type: ignore[attr-defined]
-        }
+        norm=stage.norm,
+        activation=stage.activation,
+        input=str(Scheme.of(recipe, "input")),
+        weight=str(Scheme.of(recipe, "weight")),
+        grad=grad,
+        # Gated gradients are rounded to the activation dtype before they are quantized (docs/numerics.md).
+        fused_grad=grad.removesuffix(":f32") if gated_backward else grad,
+        delayed=isinstance(recipe, DelayedScaling),
+        split_fprop=split_fprop,
+        split_dgrad=split_dgrad,
+        split_wgrad=split_wgrad,
+        backward=recipe.backward_override or "quantized",  # type: ignore[attr-defined]
+        recompute=stage.recompute,
+        return_norm=stage.return_norm,
     )
 
 

@@ -201,18 +201,22 @@ def _step(state: DelayedState, forward: bool) -> None:
     assert recipe is not None
     scale, history = (state.fwd_scale, state.fwd_amax_history) if forward else (state.bwd_scale, state.bwd_amax_history)
     fp8_max = recipe.fp8_format.value.max_fwd if forward else recipe.fp8_format.value.max_bwd
-    if forward:
-        state.previous_fwd_scale.copy_(scale)
-    window = recipe.amax_history_len
+    previous = state.previous_fwd_scale if forward else None
     if callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None:
-        _custom_step(recipe, history, scale, fp8_max)
+        _custom_step(recipe, history, scale, previous, fp8_max)
     else:
         most_recent = recipe.amax_compute_algo == "most_recent"
-        torch.ops.ottava.delayed_update_(history, scale, window, fp8_max, recipe.margin, most_recent)
+        torch.ops.ottava.delayed_update_(
+            history, scale, previous, recipe.amax_history_len, fp8_max, recipe.margin, most_recent
+        )
 
 
-def _custom_step(recipe: DelayedScaling, history: Tensor, scale: Tensor, fp8_max: float) -> None:
+def _custom_step(
+    recipe: DelayedScaling, history: Tensor, scale: Tensor, previous: Tensor | None, fp8_max: float
+) -> None:
     """The user's own functions in place of the built-in rules."""
+    if previous is not None:
+        previous.copy_(scale)
     used = history[: recipe.amax_history_len]
     if callable(recipe.amax_compute_algo):
         amax = recipe.amax_compute_algo(used)
