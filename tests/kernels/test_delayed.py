@@ -42,4 +42,6 @@ def test_update_is_the_rule_in_place(window: int, most_recent: bool) -> None:
 
 def test_opcheck() -> None:
     torch.library.opcheck(ops.record_amax_.default, (torch.zeros(4, 3), torch.ones(1), 2, 0))
-    torch.library.opcheck(ops.delayed_update_.default, (torch.rand(4, 3), torch.ones(3), torch.ones(3), 4, 448.0, 0, False))
+    torch.library.opcheck(
+        ops.delayed_update_.default, (torch.rand(4, 3), torch.ones(3), torch.ones(3), 4, 448.0, 0, False)
+    )

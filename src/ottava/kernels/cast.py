@@ -77,7 +77,15 @@ def _one_way_block(x: Tensor, scheme: Scheme, inf_value: float) -> tuple[Tensor,
     amax = amax_of(blocks, dim=(1, 3), keepdim=True)
     scale = scale_from_amax(amax, scheme.element.max, scheme.epsilon, scheme.power_of_two, inf_value)
     data = _unpad(to_fp8_bytes(blocks * scale, scheme.element), x.shape)
-    return data, (torch.ones_like(scale) / scale)[:, 0, :, 0].contiguous(), x.new_empty(0, dtype=torch.float32)
+    scale_inv = (torch.ones_like(scale) / scale)[:, 0, :, 0].contiguous()
+    if scheme.block[0] == 1:
+        scale_inv = _rows_fastest(scale_inv)
+    return data, scale_inv, x.new_empty(0, dtype=torch.float32)
+
+
+def _rows_fastest(scale: Tensor) -> Tensor:
+    """1x128 scales lie in memory with the row index fastest, on every device: the block GEMM of cuBLASLt reads them so."""
+    return scale.t().clone(memory_format=torch.contiguous_format).t()
 
 
 def _one_way_mx(x: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor]:
@@ -235,7 +243,10 @@ def fake_buffers(x: Tensor, m: int, k: int, scheme: Scheme, rowwise: bool, colum
         if scheme.block is None:
             return data, x.new_empty(1, dtype=torch.float32)
         r, c = scheme.block
-        return data, x.new_empty((rows + r - 1) // r, (cols + c - 1) // c, dtype=scale_dtype)
+        shape = ((rows + r - 1) // r, (cols + c - 1) // c)
+        if scheme.kind == "block" and r == 1:  # see `_rows_fastest`
+            return data, x.new_empty(shape[::-1], dtype=scale_dtype).t()
+        return data, x.new_empty(shape, dtype=scale_dtype)
 
     def amax(wanted: bool) -> Tensor:
         return x.new_empty(1 if wanted else 0, dtype=torch.float32)
