@@ -90,7 +90,7 @@ def test_fused_quantization_gives_the_bytes_of_two_steps(name: str, scheme: str,
         return op(*(a.float() if isinstance(a, Tensor) else a for a in args), name).to(full)
 
     # Per-tensor scales come from the float32 output, whether or not it is rounded before it is quantized.
-    amax = ops.activation_amax(h, name) if ":tensor" in scheme else None
+    amax = ops.amax(ops.activation(h.float(), name)) if ":tensor" in scheme else None
     fused = ops.activation_quantize(h, name, scheme + ":f32" * direct, None, None, True, True)
     assert all_same(fused, ops.quantize(values(h, ops.activation, h), scheme, None, amax, True, True))
     *fused, column_sum = ops.activation_backward_quantize(
@@ -102,18 +102,10 @@ def test_fused_quantization_gives_the_bytes_of_two_steps(name: str, scheme: str,
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_amax_ops(name: str) -> None:
-    h, dy = torch.randn(16, width(name)).bfloat16(), torch.randn(16, 32).bfloat16()
-    assert ops.activation_amax(h, name) == ops.activation(h.float(), name).abs().max()
-    assert ops.activation_backward_amax(dy, h, name) == ops.activation_backward(dy, h, name).abs().max()
-
-
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("rows", [0, 1, 16])
 def test_fakes_have_the_real_shapes(name: str, rows: int) -> None:
     def run(h: Tensor, dy: Tensor) -> list[Tensor]:
-        out = [ops.activation(h, name), ops.activation_amax(h, name), ops.activation_backward(dy, h, name)]
-        out += [ops.activation_backward_amax(dy, h, name)]
+        out = [ops.activation(h, name), ops.activation_backward(dy, h, name)]
         for scheme in ("e4m3:tensor", "e4m3:1x128", "e4m3:1x32"):
             out += ops.activation_quantize(h, name, scheme, None, None, True, True)
             out += ops.activation_backward_quantize(dy, h, name, scheme, None, None, True, True, True)
@@ -131,9 +123,7 @@ def test_opcheck(name: str) -> None:
     h, dy = torch.randn(16, width(name)), torch.randn(16, 32)
     for op, args in (
         (ops.activation, (h, name)),
-        (ops.activation_amax, (h, name)),
         (ops.activation_backward, (dy, h, name)),
-        (ops.activation_backward_amax, (dy, h, name)),
     ):
         torch.library.opcheck(op.default, args)
     for scheme in [s for s in SCHEMES if "stochastic" not in s]:

@@ -142,20 +142,6 @@ def _forward_cuda(h: Tensor, name: str) -> Tensor:
 forward = define("activation", _forward, _forward_fake, _forward_cuda)
 
 
-def _amax(h: Tensor, name: str) -> Tensor:
-    """amax [1] of the activation's float32 output."""
-    return amax_of(_values(h, get(name)))
-
-
-def _amax_cuda(h: Tensor, name: str) -> Tensor:
-    from ottava.kernels import tile
-
-    return tile.amax(tile.Activation(h, get(name)))
-
-
-amax = define("activation_amax", _amax, lambda h, name: h.new_empty(1, dtype=torch.float32), _amax_cuda)
-
-
 def _quantize(
     h: Tensor, name: str, scheme: str, scale: Tensor | None, amax: Tensor | None, rowwise: bool, columnwise: bool
 ) -> Six:
@@ -203,23 +189,6 @@ def _backward_cuda(dy: Tensor, h: Tensor, name: str) -> Tensor:
 
 backward = define("activation_backward", _backward, lambda dy, h, name: torch.empty_like(h), _backward_cuda)
 
-
-def _backward_amax(dy: Tensor, h: Tensor, name: str) -> Tensor:
-    return amax_of(_backward(dy, h, name))
-
-
-def _backward_amax_cuda(dy: Tensor, h: Tensor, name: str) -> Tensor:
-    from ottava.kernels import tile
-
-    return tile.amax(tile.ActivationBackward(dy, h, get(name)))
-
-
-backward_amax = define(
-    "activation_backward_amax",
-    _backward_amax,
-    lambda dy, h, name: h.new_empty(1, dtype=torch.float32),
-    _backward_amax_cuda,
-)
 
 Seven = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 

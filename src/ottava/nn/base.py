@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ottava import torch_private
 from ottava.kernels.cast import Buffers
 from ottava.nn.core import Chain, Stage, StageTensors
-from ottava.quant.delayed import DelayedState, ScalingView
+from ottava.quant.delayed import DelayedState
 from ottava.quant.quantizer import check_float, quantize_by_scheme
 from ottava.quant.recompute import forward_scale
 from ottava.quant.scheme import Scheme
@@ -110,7 +110,7 @@ class QuantizedModule(nn.Module):
             self.register_parameter(names[-1], nn.Parameter(part))
         return names
 
-    def initialize_weight(self, names: Iterable[str], init_method: InitMethod | None, fan: tuple[int, int]) -> None:
+    def initialize_weight(self, names: Iterable[str], init_method: InitMethod | None) -> None:
         """Fills the weights; stores them in FP8 if the module is constructed inside `quantized_model_init`."""
         for name in names:
             weight = getattr(self, name)
@@ -148,10 +148,6 @@ class QuantizedModule(nn.Module):
         view: dict[str, Any] = {key: self.delayed.view(key) for key in ("scaling_fwd", "scaling_bwd")}
         view["recipe"] = self.delayed.recipe
         return view
-
-    def scaling(self, which: str) -> ScalingView:
-        """ "scaling_fwd" or "scaling_bwd": live scale and amax history."""
-        return self.delayed.view(which)
 
     # ------------------------------------------------------------------------------------------------------------- forward
 

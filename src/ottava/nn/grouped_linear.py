@@ -199,7 +199,7 @@ class GroupedLinear(QuantizedModule):
     def reset_parameters(self) -> None:
         """Draws the weights anew, zeroes the biases and forgets delayed-scaling history."""
         names = [f"weight{g}" for g in range(self.num_gemms)]
-        self.initialize_weight(names, self.init_method, (self.out_features, self.in_features))
+        self.initialize_weight(names, self.init_method)
         with torch.no_grad():
             for g in range(self.num_gemms if self.use_bias else 0):
                 getattr(self, f"bias{g}").zero_()

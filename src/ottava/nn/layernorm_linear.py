@@ -91,7 +91,7 @@ class LayerNormLinear(QuantizedModule):
 
     def reset_parameters(self) -> None:
         """Draws the weights anew, resets gain and biases, and forgets delayed-scaling history."""
-        self.initialize_weight(self.weight_names, self.init_method, (self.out_features, self.in_features))
+        self.initialize_weight(self.weight_names, self.init_method)
         with torch.no_grad():
             self.layer_norm_weight.fill_(0.0 if self.zero_centered_gamma else 1.0)
             for name in self.bias_names:

@@ -103,8 +103,8 @@ class LayerNormMLP(QuantizedModule):
 
     def reset_parameters(self) -> None:
         """Draws the weights anew, resets gain and biases, and forgets delayed-scaling history."""
-        self.initialize_weight(["fc1_weight"], self.init_method, (self.ffn_hidden_size, self.hidden_size))
-        self.initialize_weight(["fc2_weight"], self.output_layer_init_method, (self.hidden_size, self.ffn_hidden_size))
+        self.initialize_weight(["fc1_weight"], self.init_method)
+        self.initialize_weight(["fc2_weight"], self.output_layer_init_method)
         with torch.no_grad():
             self.layer_norm_weight.fill_(0.0 if self.zero_centered_gamma else 1.0)
             for bias in (self.layer_norm_bias, self.fc1_bias, self.fc2_bias):

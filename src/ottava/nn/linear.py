@@ -72,7 +72,7 @@ class Linear(QuantizedModule):
 
     def reset_parameters(self) -> None:
         """Draws the weights anew, zeroes the biases and forgets delayed-scaling history."""
-        self.initialize_weight(self.weight_names, self.init_method, (self.out_features, self.in_features))
+        self.initialize_weight(self.weight_names, self.init_method)
         with torch.no_grad():
             for name in self.bias_names:
                 getattr(self, name).zero_()

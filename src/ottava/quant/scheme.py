@@ -74,11 +74,6 @@ class Scheme:
         """The columnwise copy is the transpose of the rowwise one: square blocks and whole tensors."""
         return self.block is None or (self.block[0] == self.block[1] and not self.hadamard)
 
-    @property
-    def row_multiple(self) -> int:
-        """The number of rows must be a multiple of this for a native GEMM over the columnwise copy."""
-        return 32 if self.kind == "mx" else 16
-
     def __str__(self) -> str:
         parts = [self.format, "tensor" if self.block is None else f"{self.block[0]}x{self.block[1]}"]
         parts += ["pow2"] * self.power_of_two
