@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ottava.kernels.launch import Launcher
+
 
 @triton.jit
 def _update_kernel(
@@ -32,13 +34,20 @@ def _update_kernel(
     tl.store(history_ptr + rows * N + column, rolled, mask=(rows < WINDOW) & (newest != 0.0))
 
 
+_UPDATE = Launcher(_update_kernel)
+
+
 def update(
     history: Tensor, scale: Tensor, previous: Tensor | None, window: int, limit: float, most_recent: bool
 ) -> None:
     """history [L, n] and scale [n], in place; previous [n] receives the scale of before."""
     n = history.shape[1]
     block = triton.next_power_of_2(window)
-    _update_kernel[(n,)](
-        history, scale, previous, n, window, LIMIT=limit, MOST_RECENT=most_recent, KEEP=previous is not None, BLOCK=block,
-        num_warps=4, enable_fp_fusion=False,
+    _UPDATE(
+        (n,),
+        4,
+        {
+            "history_ptr": history, "scale_ptr": scale, "previous_ptr": previous, "N": n, "WINDOW": window,
+            "LIMIT": limit, "MOST_RECENT": most_recent, "KEEP": previous is not None, "BLOCK": block,
+        },
     )  # fmt: skip

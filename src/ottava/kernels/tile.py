@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ottava.kernels import activation as activations
 from ottava.kernels.cast import Buffers, reference_buffers
+from ottava.kernels.launch import Launcher
 from ottava.quant.scheme import Scheme
 
 # ------------------------------------------------------------------------------------------- elementary functions (twins)
@@ -483,13 +484,27 @@ def _launch(producer: Producer, tile: tuple[int, int], warps: int, **arguments: 
     bm, bk = tile
     grid = (triton.cdiv(k, bk), triton.cdiv(m, bm))
     even = m % bm == 0 and k % bk == 0
-    merged = {**_DEFAULTS, **producer.arguments(), **arguments}
-    _tile_kernel[grid](
-        x_ptr=x, x_stride=x.stride(0), M=m, K=k, PRODUCER=producer.name, DTYPE=_TRITON_DTYPES[x.dtype], EVEN=even, BM=bm, BK=bk,
-        num_warps=warps, enable_fp_fusion=False, **merged,
-    )  # fmt: skip
+    _KERNEL(
+        grid,
+        warps,
+        {
+            **_DEFAULTS,
+            "x_ptr": x,
+            "x_stride": x.stride(0),
+            "M": m,
+            "K": k,
+            "PRODUCER": producer.name,
+            "DTYPE": _TRITON_DTYPES[x.dtype],
+            "EVEN": even,
+            "BM": bm,
+            "BK": bk,
+            **producer.arguments(),
+            **arguments,
+        },
+    )
 
 
+_KERNEL = Launcher(_tile_kernel)
 # Tile and warps by kind, from benchmarks/kernels.py on an H200.
 _TILES = {
     "tensor": ((64, 128), 4),
