@@ -96,11 +96,23 @@ def test_add_to_all() -> None:
     assert [t.tolist() for t in tensors] == [1.0, [2.0, 2.0]]
 
 
+def test_map_instances() -> None:
+    assert torch_private.map_instances(int, lambda n: n + 1, (1, ["a", 2], {"k": 3.0})) == (2, ["a", 3], {"k": 3.0})
+
+
 def test_every_function_is_tested_here() -> None:
     functions = {
         name
         for name, value in inspect.getmembers(torch_private, inspect.isfunction)
         if value.__module__ == torch_private.__name__
     }
-    tested = {"inside_backward", "backward_id", "at_end_of_backward", "is_fake", "copy_all", "add_to_all"}
+    tested = {
+        "inside_backward",
+        "backward_id",
+        "at_end_of_backward",
+        "is_fake",
+        "copy_all",
+        "add_to_all",
+        "map_instances",
+    }
     assert functions == tested, "add a test for what is new"

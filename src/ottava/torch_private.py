@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -40,3 +41,10 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 def add_to_all(tensors: list[torch.Tensor], number: float) -> None:
     """tensors[i] += number for all i, in few kernels."""
     torch._foreach_add_(tensors, number)
+
+
+def map_instances(kind: type, function: Callable, tree: Any) -> Any:
+    """`tree` (nested tuples, lists, dicts) with `function` applied to every leaf that is a `kind`."""
+    from torch.utils._pytree import tree_map_only
+
+    return tree_map_only(kind, function, tree)

@@ -238,3 +238,20 @@ def test_gradient_accumulation_with_stored_weights() -> None:
     with casting("block"):
         first = module(x, is_first_microbatch=True)
         assert same(module(x, is_first_microbatch=False), first)
+
+
+@pytest.mark.parametrize("name", ["block", "mxfp8"])
+def test_split_stored_weights_are_multiplied_without_rounding_again(name: str) -> None:
+    with ottava.quantized_model_init(recipe=RECIPES[name]):
+        split = ottava.Linear(128, 256, bias=False, parameters_split=("query", "key"), device="cpu")
+    whole = ottava.Linear(128, 256, bias=False, device="cpu")
+    whole.weight.data = torch.cat([split.query_weight.dequantize(), split.key_weight.dequantize()]).detach()
+    x = torch.randn(32, 128)
+    with casting(name):
+        y = split(x)
+        expected = whole(x)  # quantizing dequantized values again gives the same bytes
+    assert torch.equal(y, expected)
+    y.sum().backward()
+    expected.sum().backward()
+    grads = torch.cat([split.query_weight.grad, split.key_weight.grad])
+    assert torch.equal(grads, whole.weight.grad)

@@ -35,11 +35,24 @@ def define(
     """
     schema = torch.library.infer_schema(reference, op_name=name, mutates_args=mutates)
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, _without_autocast(reference), "CompositeExplicitAutograd")
     if cuda is not None:
-        _LIBRARY.impl(name, cuda if has_triton() else reference, "CUDA")
+        _LIBRARY.impl(name, _without_autocast(cuda if has_triton() else reference), "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.ottava, name).default
+
+
+def _without_autocast(function: Callable) -> Callable:
+    """`function` outside of `torch.autocast`, which would turn the float32 products inside of it into bf16 ones."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
+            return function(*args, **kwargs)
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            return function(*args, **kwargs)
+
+    return call
 
 
 @functools.cache

@@ -50,7 +50,7 @@ def _positive_reciprocal(d):
     r = (0x7EF311C7 - d.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
     r = r * (2.0 - d * r)
     r = r * (2.0 - d * r)
-    return r * (2.0 - d * r)
+    return r + r * (1.0 - d * r)
 
 
 @triton.jit

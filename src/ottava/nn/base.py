@@ -17,7 +17,7 @@ from ottava.quant.quantizer import check_float, quantize_by_scheme
 from ottava.quant.recompute import forward_scale
 from ottava.quant.scheme import Scheme
 from ottava.quant.state import CURRENT
-from ottava.quant.tensor import QuantizedTensor
+from ottava.quant.tensor import QuantizedTensor, stack, stacks
 from ottava.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 
 InitMethod = Callable[[Tensor], Any]
@@ -134,8 +134,9 @@ class QuantizedModule(nn.Module):
         tensors = [getattr(self, name) for name in names]
         if len(tensors) == 1:
             return tensors[0]
-        if any(isinstance(t, QuantizedTensor) for t in tensors):
-            return torch.cat([t.dequantize() if isinstance(t, QuantizedTensor) else t for t in tensors])
+        if all(isinstance(t, QuantizedTensor) for t in tensors):
+            # One scale a tensor cannot serve several tensors: those are rounded once more, as one.
+            return stack(tensors) if stacks(tensors) else torch.cat([t.dequantize() for t in tensors])
         if not torch.compiler.is_compiling() and not torch.jit.is_tracing() and _adjacent(tensors):
             return _JoinAdjacent.apply(*tensors)
         return torch.cat(tensors)
@@ -370,11 +371,12 @@ class _JoinAdjacent(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
         ctx.rows = [t.shape[0] for t in tensors]
+        ctx.set_materialize_grads(False)  # no gradient comes where it went into main_grad
         first = tensors[0]
         shape = (sum(ctx.rows), *first.shape[1:])
         joined = first.new_empty(0)
         return joined.set_(first.untyped_storage(), first.storage_offset(), shape)  # type: ignore[call-overload]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad.split(ctx.rows)
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        return (None,) * len(ctx.rows) if grad is None else grad.split(ctx.rows)

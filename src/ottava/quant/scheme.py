@@ -77,7 +77,8 @@ class Scheme:
     def __str__(self) -> str:
         parts = [self.format, "tensor" if self.block is None else f"{self.block[0]}x{self.block[1]}"]
         parts += ["pow2"] * self.power_of_two
-        parts += [f"eps={self.epsilon!r}"] * (self.epsilon != 0.0)
+        if self.epsilon != 0.0:  # not `[...] * condition`: torch.compile(dynamic=True) cannot print a symbolic 0.0
+            parts.append(f"eps={self.epsilon!r}")
         parts += ["rht"] * self.hadamard + ["stochastic"] * self.stochastic + ["f32"] * self.from_float32
         return ":".join(parts)
 

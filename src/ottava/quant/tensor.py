@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ottava import torch_private
 from ottava.quant.formats import NAN_BYTE
 from ottava.quant.scheme import Scheme
 
@@ -142,6 +143,12 @@ class QuantizedTensor(torch.Tensor):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values as a plain tensor of `dtype` (default: the dtype this tensor stands for)."""
+        if self.requires_grad and torch.is_grad_enabled():
+            return _Dequantize.apply(self, dtype)
+        return self._values(dtype)
+
+    def _values(self, dtype: torch.dtype | None = None) -> Tensor:
+        """`dequantize` below autograd."""
         dtype = dtype or self.dtype
         direction = "rowwise" if "rowwise_data" in self._parts else "columnwise"
         values = torch.ops.ottava.dequantize(*self.operand(direction), str(self.scheme), dtype)
@@ -213,7 +220,7 @@ class QuantizedTensor(torch.Tensor):
                 f"{func} would write into a QuantizedTensor, whose value changes only through copy_(): "
                 "update a high-precision master and copy it in (ottava.optimizers.FusedAdam does), or dequantize() first."
             )
-        args, kwargs = torch.utils._pytree.tree_map_only(QuantizedTensor, QuantizedTensor.dequantize, (args, kwargs))
+        args, kwargs = torch_private.map_instances(QuantizedTensor, QuantizedTensor._values, (args, kwargs))
         return func(*args, **kwargs)
 
     def _map(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> QuantizedTensor:
@@ -233,6 +240,54 @@ def _writes_quantized(func: Any, args: tuple, kwargs: dict) -> bool:
         if any(isinstance(v, QuantizedTensor) for v in written):
             return True
     return False
+
+
+class _Dequantize(torch.autograd.Function):
+    """Rounding has no derivative; the gradient passes as if there had been none."""
+
+    @staticmethod
+    def forward(ctx: Any, q: QuantizedTensor, dtype: torch.dtype | None) -> Tensor:
+        ctx.dtype = q.dtype
+        return q._values(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad.to(ctx.dtype), None
+
+
+def stacks(tensors: list[QuantizedTensor]) -> bool:
+    """Whether the tensors' bytes can be put under one another as they are: same scheme, scales of whole blocks of rows."""
+    first = tensors[0].scheme
+    if any(t.scheme != first or t.dim() != 2 or t._parts.keys() != tensors[0]._parts.keys() for t in tensors):
+        return False
+    if first.kind not in ("block", "mx") or first.block is None:  # one scale a tensor cannot stand for several tensors
+        return False
+    rows = max(first.block)
+    return all(t.shape[0] % rows == 0 for t in tensors)
+
+
+class _Stack(torch.autograd.Function):
+    """Rows of several QuantizedTensors as one, without rounding again. Only if `stacks`."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: QuantizedTensor) -> QuantizedTensor:
+        ctx.rows = [t.shape[0] for t in tensors]
+        ctx.set_materialize_grads(False)
+        parts = {
+            name: torch.cat([t._parts[name] for t in tensors], dim=0 if name.startswith("rowwise") else 1)
+            for name in tensors[0]._parts
+        }
+        shape = (sum(ctx.rows), tensors[0].shape[1])
+        return QuantizedTensor(parts, tensors[0].scheme, shape, tensors[0].dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        return (None,) * len(ctx.rows) if grad is None else grad.split(ctx.rows)
+
+
+def stack(tensors: list[QuantizedTensor]) -> QuantizedTensor:
+    """The tensors under one another; gradients go back to each."""
+    return _Stack.apply(*tensors)
 
 
 def _rebuild(
@@ -260,14 +315,14 @@ def _each_buffer(func: Any, q: QuantizedTensor, *args: Any, **kwargs: Any) -> Qu
 
 def _to_copy(func: Any, q: QuantizedTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
     if dtype is not None and dtype != q.dtype:
-        return func(q.dequantize(), dtype=dtype, **kwargs)
+        return func(q._values(), dtype=dtype, **kwargs)
     kwargs.pop("memory_format", None)
     return q._map(lambda t: func(t, **kwargs))
 
 
 def _copy(func: Any, target: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(target, QuantizedTensor):
-        return func(target, source.dequantize(), *args, **kwargs)  # type: ignore[attr-defined]
+        return func(target, source._values(), *args, **kwargs)  # type: ignore[attr-defined]
     if target.shape != source.shape:
         raise ValueError(f"copy_ needs equal shapes: target {tuple(target.shape)}, source {tuple(source.shape)}.")
     if (
@@ -278,7 +333,7 @@ def _copy(func: Any, target: Tensor, source: Tensor, *args: Any, **kwargs: Any) 
         for name, tensor in target._parts.items():
             tensor.copy_(source._parts[name])
         return target
-    source = source.dequantize() if isinstance(source, QuantizedTensor) else source
+    source = source._values() if isinstance(source, QuantizedTensor) else source
     return target.requantize_(source.to(target.device))
 
 
