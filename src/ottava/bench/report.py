@@ -27,12 +27,21 @@ def machine() -> dict[str, Any]:
     }
 
 
+def _command() -> str:
+    """The command line, without where the file went."""
+    words = sys.argv[1:]
+    if "--output" in words:
+        at = words.index("--output")
+        words = words[:at] + words[at + 2 :]
+    return " ".join(["ottava", *words])
+
+
 def write(path: Path, name: str, results: dict[str, Any]) -> None:
     """Writes `results` with the machine and the command to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {
         "benchmark": name,
-        "command": "ottava " + " ".join(sys.argv[1:]),
+        "command": _command(),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "machine": machine(),
         **results,

@@ -542,9 +542,17 @@ def store(producer: Producer, dtype: torch.dtype) -> Tensor:
 
 
 def supports(producer: Producer, scheme: Scheme) -> bool:
-    """Whether `quantize` can do it. Not NVFP4, which Hopper cannot multiply anyway; not a gated backward whose halves share a block."""
+    """Whether `quantize` can do it; the torch reference, on the same device, does the rest.
+
+    Not NVFP4, which Hopper cannot multiply anyway; not a gated backward whose halves share a block; and not rows of bytes that do
+    not start on a 16-byte boundary: Triton 3.6 misplaced bytes of such tiles for float32 inputs. No FP8 GEMM takes those.
+    """
     gated_backward = producer.columns != producer.width
-    return scheme.kind != "nvfp4" and not (gated_backward and scheme.block is not None and producer.columns % 128)
+    return (
+        scheme.kind != "nvfp4"
+        and producer.columns % 16 == 0
+        and not (gated_backward and scheme.block is not None and producer.columns % 128)
+    )
 
 
 def quantize(
