@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -212,37 +213,20 @@ def _backward_quantize(
     return *buffers, values.float().sum(0).to(h.dtype) if column_sum else h.new_empty(0)
 
 
-def _backward_quantize_fake(
-    dy: Tensor,
-    h: Tensor,
-    name: str,
-    scheme: str,
-    scale: Tensor | None,
-    amax: Tensor | None,
-    rowwise: bool,
-    columnwise: bool,
-    column_sum: bool,
-) -> Seven:
+def _backward_quantize_fake(dy: Tensor, h: Tensor, *args: Any) -> Seven:
+    _, scheme, _, _, rowwise, columnwise, column_sum = args
     buffers = fake_buffers(h, h.shape[0], h.shape[1], Scheme.parse(scheme), rowwise, columnwise)
     return *buffers, h.new_empty(h.shape[1] if column_sum else 0)
 
 
-def _backward_quantize_cuda(
-    dy: Tensor,
-    h: Tensor,
-    name: str,
-    scheme: str,
-    scale: Tensor | None,
-    amax: Tensor | None,
-    rowwise: bool,
-    columnwise: bool,
-    column_sum: bool,
-) -> Seven:
+def _backward_quantize_cuda(*args: Any) -> Seven:
+    """Arguments as `_backward_quantize`."""
     from ottava.kernels import tile
 
+    dy, h, name, scheme, scale, amax, rowwise, columnwise, column_sum = args
     parsed, producer = Scheme.parse(scheme), tile.ActivationBackward(dy, h, get(name))
     if not tile.supports(producer, parsed):
-        return _backward_quantize(dy, h, name, scheme, scale, amax, rowwise, columnwise, column_sum)
+        return _backward_quantize(*args)
     sums = h.new_empty(h.shape[1] if column_sum else 0, dtype=torch.float32)
     buffers = tile.quantize(producer, parsed, scale, amax, rowwise, columnwise, sums)
     return *buffers, sums.to(h.dtype)

@@ -7,6 +7,8 @@ the order of the float32 sum differs from the hardware's.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -99,19 +101,8 @@ def _scaled_mm(
     return out.to(out_dtype)
 
 
-def _scaled_mm_fake(
-    a: Tensor,
-    a_scale: Tensor,
-    a_amax: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    b_amax: Tensor,
-    a_scheme: str,
-    b_scheme: str,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    split_accumulator: bool,
-) -> Tensor:
+def _scaled_mm_fake(*args: Any) -> Tensor:
+    a, b, out_dtype = args[0], args[3], args[9]
     return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
 
 
@@ -133,31 +124,17 @@ def _align(x: Tensor) -> Tensor:
     return pad(x, (0, missing)) if missing else x
 
 
-def _scaled_mm_cuda(
-    a: Tensor,
-    a_scale: Tensor,
-    a_amax: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    b_amax: Tensor,
-    a_scheme: str,
-    b_scheme: str,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    split_accumulator: bool,
-) -> Tensor:
+def _scaled_mm_cuda(*args: Any) -> Tensor:
+    """Arguments as `_scaled_mm`."""
+    a, a_scale, _, b, b_scale, _, a_scheme, b_scheme, bias, out_dtype, split = args
     sa, sb = Scheme.parse(a_scheme), Scheme.parse(b_scheme)
     m, n, k = a.shape[0], b.shape[0], a.shape[1]
-    if m == 0 or n == 0 or k == 0 or not _native(sa, sb, a.device):
-        return _scaled_mm(
-            a, a_scale, a_amax, b, b_scale, b_amax, a_scheme, b_scheme, bias, out_dtype, split_accumulator
-        )
+    empty = m == 0 or n == 0 or k == 0
+    ragged = sa.kind == "block" and (m % 8 or n % 8 or k % 128)
+    if empty or ragged or not _native(sa, sb, a.device):
+        return _scaled_mm(*args)
     if sa.kind == "tensor":
-        return _cublas_tensorwise(a, a_scale, b, b_scale, sa, sb, bias, out_dtype, split_accumulator)
-    if m % 8 or n % 8 or k % 128:
-        return _scaled_mm(
-            a, a_scale, a_amax, b, b_scale, b_amax, a_scheme, b_scheme, bias, out_dtype, split_accumulator
-        )
+        return _cublas_tensorwise(a, a_scale, b, b_scale, sa, sb, bias, out_dtype, split)
     return _cublas_blockwise(a, a_scale, b, b_scale, sa, sb, bias, out_dtype)
 
 

@@ -6,6 +6,8 @@ op serves all three GEMMs of a training step: for the weight gradient the rows o
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -61,19 +63,8 @@ def _grouped_scaled_mm(
     return torch.cat(results)
 
 
-def _grouped_scaled_mm_fake(
-    a: list[Tensor],
-    a_scale: list[Tensor],
-    a_amax: list[Tensor],
-    b: list[Tensor],
-    b_scale: list[Tensor],
-    b_amax: list[Tensor],
-    a_scheme: str,
-    b_scheme: str,
-    bias: list[Tensor],
-    out_dtype: torch.dtype,
-    split_accumulator: bool,
-) -> Tensor:
+def _grouped_scaled_mm_fake(*args: Any) -> Tensor:
+    a, b, out_dtype = args[0], args[3], args[9]
     return a[0].new_empty(sum(x.shape[0] for x in a), b[0].shape[0], dtype=out_dtype)
 
 

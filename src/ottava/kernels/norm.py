@@ -6,6 +6,8 @@ Two steps, so that a backward pass can redo the second from what it saved: `norm
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -110,40 +112,19 @@ def _quantize(
     return reference_buffers(values, parsed, scale, amax, rowwise, columnwise, x.dtype)
 
 
-def _quantize_fake(
-    x: Tensor,
-    gamma: Tensor,
-    beta: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    zero_centered: bool,
-    scheme: str,
-    scale: Tensor | None,
-    amax: Tensor | None,
-    rowwise: bool,
-    columnwise: bool,
-) -> Six:
+def _quantize_fake(x: Tensor, *args: Any) -> Six:
+    scheme, rowwise, columnwise = args[5], args[8], args[9]
     return fake_buffers(x, x.shape[0], x.shape[1], Scheme.parse(scheme), rowwise, columnwise)
 
 
-def _quantize_cuda(
-    x: Tensor,
-    gamma: Tensor,
-    beta: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    zero_centered: bool,
-    scheme: str,
-    scale: Tensor | None,
-    amax: Tensor | None,
-    rowwise: bool,
-    columnwise: bool,
-) -> Six:
+def _quantize_cuda(*args: Any) -> Six:
+    """Arguments as `_quantize`."""
     from ottava.kernels import tile
 
-    parsed, producer = Scheme.parse(scheme), tile.Norm(x, gamma, beta, mean, rstd, zero_centered)
+    scheme, scale, amax, rowwise, columnwise = args[6:]
+    parsed, producer = Scheme.parse(scheme), tile.Norm(*args[:6])
     if not tile.supports(producer, parsed):
-        return _quantize(x, gamma, beta, mean, rstd, zero_centered, scheme, scale, amax, rowwise, columnwise)
+        return _quantize(*args)
     return tile.quantize(producer, parsed, scale, amax, rowwise, columnwise)
 
 

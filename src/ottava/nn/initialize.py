@@ -31,8 +31,8 @@ from ottava.quant.delayed import DelayedState
 
 SLAB_ROWS = 64
 DEFAULT_STD = 0.023  # TransformerEngine's default
-WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod", "module")
-"""What wrappers put into a parameter's name ("module" only in front: DDP). The start must not depend on them."""
+WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
+"""What wrappers put into a parameter's name. The start must not depend on them."""
 
 InitMethod = Callable[[Tensor], Any]
 
@@ -73,7 +73,11 @@ def _local_box(parameter: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Normal:
-    """Normal numbers. >>> draw("w", (4, 4), Normal(std=0.02)).shape  # torch.Size([4, 4])"""
+    """Normal numbers.
+
+    >>> draw("w", (4, 8), Normal(std=0.02)).shape
+    torch.Size([4, 8])
+    """
 
     mean: float = 0.0
     std: float = DEFAULT_STD
@@ -85,7 +89,11 @@ class Normal:
 
 @dataclass(frozen=True)
 class Uniform:
-    """Uniform numbers in [low, high). >>> draw("w", (4, 4), Uniform(-1, 1)).shape  # torch.Size([4, 4])"""
+    """Uniform numbers in [low, high).
+
+    >>> draw("w", (4, 8), Uniform(-1, 1)).shape
+    torch.Size([4, 8])
+    """
 
     low: float = 0.0
     high: float = 1.0
@@ -97,7 +105,11 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Constant:
-    """One value everywhere. >>> draw("gain", (4,), Constant(1.0))  # tensor([1., 1., 1., 1.])"""
+    """One value everywhere.
+
+    >>> draw("gain", (4,), Constant(1.0))
+    tensor([1., 1., 1., 1.])
+    """
 
     value: float = 0.0
 
@@ -163,6 +175,14 @@ class Part:
     start: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class _Given:
+    """Values that are there already, of the full shape."""
+
+    tensor: Tensor
+
+
+_METHODS = (Normal, Uniform, Constant, Elementwise, Whole, ZeroRows, Part, _Given)
 _ELEMENTWISE = "ottava_elementwise"
 _TORCH_ELEMENTWISE = tuple(
     getattr(nn.init, name) for name in ("normal_", "uniform_", "trunc_normal_", "constant_", "zeros_", "ones_")
@@ -190,7 +210,7 @@ def as_method(init_method: Any) -> Any:
     """
     if init_method is None:
         return Normal()
-    if isinstance(init_method, Normal | Uniform | Constant | Elementwise | Whole | ZeroRows | Part):
+    if isinstance(init_method, _METHODS):
         return init_method
     if not callable(init_method):
         raise ValueError(
@@ -346,8 +366,7 @@ def become_(tensor: Tensor, value: Tensor) -> None:
 
 def _clean(path: str) -> str:
     """The name without what wrappers put into it."""
-    names = path.split(".")
-    return ".".join(n for i, n in enumerate(names) if n not in WRAPPERS or (n == "module" and i > 0))
+    return ".".join(part for part in path.split(".") if part not in WRAPPERS)
 
 
 def _materialize_one(
@@ -369,16 +388,20 @@ def _materialize_one(
                 f"{_who(module, path)}.initial_values() says nothing about {name!r}; it names {sorted(values)}."
             )
         if parameter.is_meta:
-            become_(parameter, torch.empty_like(parameter.detach(), device=_device_of(parameter, device)))
-        _fill(parameter, full_name, values[name], seed)
+            become_(parameter, _empty_like(parameter, _device_of(parameter, device)))
+        draw_(parameter, full_name, values[name], seed)
     for name, buffer in buffers.items():
         module._buffers[name] = torch.empty_like(buffer, device=_device_of(buffer, device))
     with torch.no_grad():
         reset_buffers()
 
 
-def _fill(parameter: Tensor, name: str, method: Any, seed: int) -> None:
-    """Draws the part of the full matrix that this rank's parameter is."""
+def draw_(parameter: Tensor, name: str, method: Any = None, seed: int = 0) -> None:
+    """Draws, in place, what this rank holds of `parameter`: of a DTensor its shard, else all, or the place that a `Part` names.
+
+    >>> weight = torch.nn.Parameter(torch.empty(8, 4))
+    >>> draw_(weight, "head.weight", Normal(std=0.02))
+    """
     method = as_method(method)
     shape, start = tuple(parameter.shape), [0] * parameter.dim()
     if isinstance(method, Part):
@@ -403,6 +426,20 @@ def _fill(parameter: Tensor, name: str, method: Any, seed: int) -> None:
             local.copy_(values.to(local.device))
 
 
+@torch.no_grad()
+def _empty_like(parameter: Any, device: torch.device) -> Tensor:
+    """Memory for what this rank holds of `parameter`."""
+    if not _is_dtensor(parameter):
+        return torch.empty_like(parameter.detach(), device=device)
+    from torch.distributed.tensor import DTensor
+
+    local = torch.empty_like(parameter.to_local(), device=device)
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(
+        local, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
+    )
+
+
 def _is_dtensor(tensor: Tensor) -> bool:
     if not torch.distributed.is_available():
         return False
@@ -423,13 +460,6 @@ def _who(module: nn.Module, path: str) -> str:
 
 
 # --------------------------------------------------------------------------------------------- what a module's values are
-
-
-@dataclass(frozen=True)
-class _Given:
-    """Values that are there already, of the full shape."""
-
-    tensor: Tensor
 
 
 def _values_of(
@@ -456,16 +486,13 @@ def _reset_a_copy(module: Any, path: str, seed: int) -> tuple[dict[str, Any], Ca
     """Runs `reset_parameters` on a copy whose own parameters and buffers are full-size CPU tensors."""
     twin = copy.copy(module)
 
-    def full(tensor: Tensor | None) -> Tensor | None:
-        if tensor is None:
-            return None
+    def full(tensor: Tensor) -> Tensor:
         dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
         return torch.empty(tensor.shape, dtype=dtype, device="cpu")
 
-    twin.__dict__["_parameters"] = {
-        n: None if p is None else nn.Parameter(full(p)) for n, p in module._parameters.items()
-    }
-    twin.__dict__["_buffers"] = {n: full(b) for n, b in module._buffers.items()}
+    own = {n: None if p is None else nn.Parameter(full(p)) for n, p in module._parameters.items()}
+    twin.__dict__["_parameters"] = own
+    twin.__dict__["_buffers"] = {n: None if b is None else full(b) for n, b in module._buffers.items()}
     with _default_stream(_generator_state(f"{seed}\0module\0{path}".encode())):
         twin.reset_parameters()
 
@@ -481,8 +508,8 @@ def _known_values(module: Any) -> dict[str, Any] | None:
     """For modules whose `reset_parameters` is one that is known here; None for others."""
     if isinstance(module, DelayedState):
         return {}
-    reset = getattr(type(module), "reset_parameters", None)
-    torch_values = {
+    reset: Any = getattr(type(module), "reset_parameters", None)
+    torch_values: dict[Any, Callable[[Any], dict[str, Any]]] = {
         nn.Linear.reset_parameters: _linear,
         nn.Embedding.reset_parameters: _embedding,
         nn.LayerNorm.reset_parameters: lambda m: {"weight": Constant(1.0), "bias": Constant(0.0)},

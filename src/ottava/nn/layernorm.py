@@ -32,17 +32,17 @@ class _NormFunction(torch.autograd.Function):
 
 class _Norm(nn.Module):
     kind: str
+    has_bias: bool
 
     def __init__(
         self,
-        normalized_shape: int | tuple[int, ...] | list[int] | None,
-        eps: float,
-        sequence_parallel: bool,
-        params_dtype: torch.dtype | None,
-        zero_centered_gamma: bool,
-        device: torch.device | str | None,
-        hidden_size: int | None,
-        bias: bool,
+        normalized_shape: int | tuple[int, ...] | list[int] | None = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         shape = hidden_size if normalized_shape is None else normalized_shape
@@ -55,7 +55,7 @@ class _Norm(nn.Module):
         self.sequence_parallel = sequence_parallel
         options: dict[str, Any] = {"dtype": params_dtype or torch.get_default_dtype(), "device": default_device(device)}
         self.weight = nn.Parameter(torch.empty(sizes, **options))
-        self.bias = nn.Parameter(torch.empty(sizes, **options)) if bias else None
+        self.bias = nn.Parameter(torch.empty(sizes, **options)) if self.has_bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -95,20 +95,7 @@ class LayerNorm(_Norm):
     """
 
     kind = "LayerNorm"
-
-    def __init__(
-        self,
-        normalized_shape: int | tuple[int, ...] | list[int] | None = None,
-        eps: float = 1e-5,
-        sequence_parallel: bool = False,
-        params_dtype: torch.dtype | None = None,
-        zero_centered_gamma: bool = False,
-        hidden_size: int | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(
-            normalized_shape, eps, sequence_parallel, params_dtype, zero_centered_gamma, device, hidden_size, bias=True
-        )
+    has_bias = True
 
 
 class RMSNorm(_Norm):
@@ -119,17 +106,4 @@ class RMSNorm(_Norm):
     """
 
     kind = "RMSNorm"
-
-    def __init__(
-        self,
-        normalized_shape: int | tuple[int, ...] | list[int] | None = None,
-        eps: float = 1e-5,
-        sequence_parallel: bool = False,
-        params_dtype: torch.dtype | None = None,
-        zero_centered_gamma: bool = False,
-        hidden_size: int | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(
-            normalized_shape, eps, sequence_parallel, params_dtype, zero_centered_gamma, device, hidden_size, bias=False
-        )
+    has_bias = False

@@ -1,0 +1,268 @@
+"""The Triton kernel of `tile.py`: a producer fills a float32 tile, a consumer turns it into bytes.
+
+Everything that is known when a kernel is compiled is written in capitals; each combination becomes a kernel of its own.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ottava.kernels.activation_triton import activate, derivative
+
+
+@triton.jit
+def _raise(amax_ptr, amax):
+    """*amax_ptr = max(itself, amax). Most tiles do not raise it: a plain read saves the contended atomic."""
+    if amax > tl.load(amax_ptr):
+        tl.atomic_max(amax_ptr, amax)
+
+
+@triton.jit
+def _scale_of(amax, FP8_MAX: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr, INF_VALUE: tl.constexpr):
+    """The twin of `scaling.scale_from_amax`."""
+    if EPSILON > 0:
+        amax = tl.where(amax < EPSILON, EPSILON, amax)
+    usable = (amax > 0) & (amax < float("inf"))
+    safe = tl.where(usable, amax, 1.0)
+    scale = tl.div_rn(safe * 0.0 + FP8_MAX, safe)
+    scale = tl.where(scale == float("inf"), INF_VALUE, scale)
+    if POWER_OF_TWO:
+        scale = (scale.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
+    return tl.where(usable, scale, 1.0)
+
+
+@triton.jit
+def _reciprocal(x):
+    return tl.div_rn(x * 0.0 + 1.0, x)
+
+
+@triton.jit
+def _e8m0_of(amax, FP8_MAX: tl.constexpr):
+    """The twin of `scaling.e8m0_from_amax`."""
+    ratio = amax * (1.0 / FP8_MAX)
+    bits = ratio.to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) & 0xFF
+    mantissa = bits & 0x7FFFFF
+    up = (mantissa > 0) & ((exponent != 0) | (mantissa > 0x400000))
+    exponent = tl.minimum(exponent + up.to(tl.int32), 254)
+    return tl.where(ratio == 0.0, 0, exponent)
+
+
+@triton.jit
+def _power_of_two(exponent):
+    """2^(127 - e) as float32, for a biased exponent e <= 254; exact when that is subnormal."""
+    inverse = 254 - exponent
+    bits = tl.where(inverse == 0, 0x00400000, inverse << 23)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _to_bytes(v, E5M2: tl.constexpr):
+    """float32 -> FP8 bytes. The instruction rounds to nearest even, saturates, and makes 0x7F of any NaN."""
+    if E5M2:
+        q = v.to(tl.float8e5)
+    else:
+        q = v.to(tl.float8e4nv)
+    return q.to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def _pair_to_bytes(low, high, E5M2: tl.constexpr):
+    """Two float32 tiles -> one of 16 bits: FP8 of `low` in the low byte, of `high` in the high byte."""
+    if E5M2:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.e5m2x2.f32 $0, $2, $1;", "=h,f,f", [low, high], dtype=tl.uint16, is_pure=True, pack=1
+        )
+    return tl.inline_asm_elementwise(
+        "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [low, high], dtype=tl.uint16, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _store(pointers, values, mask, EVEN: tl.constexpr):
+    if EVEN:
+        tl.store(pointers, values)
+    else:
+        tl.store(pointers, values, mask=mask)
+
+
+@triton.jit
+def _store_columnwise(
+    v, col_ptr, row0, col0, col_end, M, stride, E5M2: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr
+):  # fmt: skip
+    """Casts v [BM, BK] (already scaled) and stores its transpose at [col0, row0] of col_ptr, whose rows are `stride` (even) apart.
+
+    Transposed as float32 and stored as pairs of bytes: Triton 3.6 miscompiles the transposition of 8-bit tiles on Hopper (a
+    quarter of the bytes end up in other places), and the pair is what the cast instruction makes anyway.
+    """
+    low, high = tl.split(tl.reshape(tl.trans(v), [BK, BM // 2, 2]))
+    c, p = tl.arange(0, BK), tl.arange(0, BM // 2)
+    at = (col0.to(tl.int64) * stride + row0) // 2 + c[:, None] * (stride // 2) + p[None, :]
+    mask = (col0 + c < col_end)[:, None] & (row0 + 2 * p < M)[None, :]
+    _store(col_ptr.to(tl.pointer_type(tl.uint16)) + at, _pair_to_bytes(low, high, E5M2), mask, EVEN)
+
+
+@triton.jit
+def _load(pointers, mask, EVEN: tl.constexpr):
+    """float32."""
+    if EVEN:
+        x = tl.load(pointers)
+    else:
+        x = tl.load(pointers, mask=mask, other=0.0)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _consume(
+    v, row0, col0, col_end, M, K, col_stride, scale,
+    row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, sum_ptr, plain_ptr,
+    KIND: tl.constexpr, E5M2: tl.constexpr, FP8_MAX: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    INF_VALUE: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, AMAX: tl.constexpr, SUM: tl.constexpr,
+    ROUND: tl.constexpr, DTYPE: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """v: float32 [BM, BK], the tile at (row0, col0) of the output [M, K]; zero outside of it. Reductions ignore NaN.
+
+    col_end: where this tile's half of the output ends.
+    """
+    r, c = tl.arange(0, BM), tl.arange(0, BK)
+    mask = (row0 + r < M)[:, None] & (col0 + c < col_end)[None, :]
+    row_at = row0.to(tl.int64) * K + col0 + r[:, None] * K + c[None, :]
+    if AMAX == "unrounded":
+        _raise(amax_ptr, tl.max(tl.abs(v)))
+    if ROUND:
+        v = v.to(DTYPE).to(tl.float32)
+    if AMAX == "rounded":
+        _raise(amax_ptr, tl.max(tl.abs(v)))
+    if SUM:
+        tl.store(sum_ptr + (row0 // BM).to(tl.int64) * K + col0 + c, tl.sum(v, axis=0), mask=col0 + c < col_end)
+    if KIND == "plain":
+        _store(plain_ptr + row_at, v.to(DTYPE), mask, EVEN)
+    elif KIND == "tensor":
+        q = _to_bytes(v * scale, E5M2)
+        if ROWWISE:
+            _store(row_ptr + row_at, q, mask, EVEN)
+        if COLUMNWISE:
+            _store_columnwise(v * scale, col_ptr, row0, col0, col_end, M, col_stride, E5M2, EVEN, BM, BK)
+    elif KIND == "block2d":
+        tile_scale = _scale_of(tl.max(tl.abs(v)), FP8_MAX, EPSILON, POWER_OF_TWO, INF_VALUE)
+        q = _to_bytes(v * tile_scale, E5M2)
+        inverse = _reciprocal(tile_scale)
+        if ROWWISE:
+            _store(row_ptr + row_at, q, mask, EVEN)
+            tl.store(row_scale_ptr + (row0 // BM) * tl.cdiv(K, BK) + col0 // BK, inverse)
+        if COLUMNWISE:
+            _store_columnwise(v * tile_scale, col_ptr, row0, col0, col_end, M, col_stride, E5M2, EVEN, BM, BK)
+            tl.store(col_scale_ptr + (col0 // BK) * tl.cdiv(M, BM) + row0 // BM, inverse)
+    elif KIND == "block1d":
+        if ROWWISE:
+            row_scale = _scale_of(tl.max(tl.abs(v), axis=1), FP8_MAX, EPSILON, POWER_OF_TWO, INF_VALUE)
+            _store(row_ptr + row_at, _to_bytes(v * row_scale[:, None], E5M2), mask, EVEN)
+            tl.store(
+                row_scale_ptr + (col0 // BK).to(tl.int64) * M + row0 + r, _reciprocal(row_scale), mask=row0 + r < M
+            )
+        if COLUMNWISE:
+            col_scale = _scale_of(tl.max(tl.abs(v), axis=0), FP8_MAX, EPSILON, POWER_OF_TWO, INF_VALUE)
+            _store_columnwise(v * col_scale[None, :], col_ptr, row0, col0, col_end, M, col_stride, E5M2, EVEN, BM, BK)
+            tl.store(
+                col_scale_ptr + (row0 // BM).to(tl.int64) * K + col0 + c,
+                _reciprocal(col_scale),
+                mask=col0 + c < col_end,
+            )
+    elif KIND == "mx":
+        if ROWWISE:
+            blocks = tl.reshape(v, [BM, BK // 32, 32])
+            exponent = _e8m0_of(tl.max(tl.abs(blocks), axis=2), FP8_MAX)
+            q = _to_bytes(blocks * _power_of_two(exponent)[:, :, None], E5M2)
+            _store(row_ptr + row_at, tl.reshape(q, [BM, BK]), mask, EVEN)
+            block = col0 // 32 + tl.arange(0, BK // 32)
+            width = tl.cdiv(K, 32)
+            tl.store(
+                row_scale_ptr + (row0 + r)[:, None].to(tl.int64) * width + block[None, :], exponent.to(tl.uint8),
+                mask=(row0 + r < M)[:, None] & (block < width)[None, :],
+            )  # fmt: skip
+        if COLUMNWISE:
+            blocks = tl.reshape(v, [BM // 32, 32, BK])
+            exponent = _e8m0_of(tl.max(tl.abs(blocks), axis=1), FP8_MAX)
+            scaled = tl.reshape(blocks * _power_of_two(exponent)[:, None, :], [BM, BK])
+            _store_columnwise(scaled, col_ptr, row0, col0, col_end, M, col_stride, E5M2, EVEN, BM, BK)
+            block = row0 // 32 + tl.arange(0, BM // 32)
+            width = tl.cdiv(M, 32)
+            tl.store(
+                col_scale_ptr + (col0 + c)[None, :].to(tl.int64) * width + block[:, None], exponent.to(tl.uint8),
+                mask=(col0 + c < col_end)[None, :] & (block < width)[:, None],
+            )  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------------------------- kernel
+
+
+@triton.jit
+def tile_kernel(
+    x_ptr, dy_ptr, gamma_ptr, beta_ptr, mean_ptr, rstd_ptr, x_stride, dy_stride,
+    scale_ptr, amax_in_ptr,
+    row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, sum_ptr, plain_ptr,
+    M, K, col_stride,
+    PRODUCER: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BETA: tl.constexpr, CENTER: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr, SCALE: tl.constexpr,
+    KIND: tl.constexpr, E5M2: tl.constexpr, FP8_MAX: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    INF_VALUE: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, AMAX: tl.constexpr, SUM: tl.constexpr,
+    ROUND: tl.constexpr, DTYPE: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """M x K: what the grid covers; for a gated backward the output is M x 2K and each program makes two tiles of it."""
+    col0, row0 = tl.program_id(0) * BK, tl.program_id(1) * BM
+    r, c = tl.arange(0, BM), tl.arange(0, BK)
+    mask = (row0 + r < M)[:, None] & (col0 + c < K)[None, :]
+    x_at = x_ptr + row0.to(tl.int64) * x_stride + col0 + r[:, None] * x_stride + c[None, :]
+    x = _load(x_at, mask, EVEN)
+
+    if SCALE == "given":
+        scale = tl.load(scale_ptr)
+    elif SCALE == "amax":
+        scale = _scale_of(tl.load(amax_in_ptr), FP8_MAX, EPSILON, POWER_OF_TWO, INF_VALUE)
+    else:
+        scale = 1.0
+    if SCALE != "none":  # known when the kernel is compiled; the next one is not  # noqa: SIM102
+        if (col0 == 0) & (row0 == 0):
+            if ROWWISE:
+                tl.store(row_scale_ptr, _reciprocal(scale))
+            if COLUMNWISE:
+                tl.store(col_scale_ptr, _reciprocal(scale))
+
+    if PRODUCER == "identity":
+        v = x
+    elif PRODUCER == "norm":
+        if CENTER:
+            x = x - tl.load(mean_ptr + row0 + r, mask=row0 + r < M, other=0.0)[:, None]
+        gain = tl.load(gamma_ptr + col0 + c, mask=col0 + c < K, other=0.0).to(tl.float32)
+        if ZERO_CENTERED:
+            gain = gain + 1.0
+        v = (x * tl.load(rstd_ptr + row0 + r, mask=row0 + r < M, other=0.0)[:, None]) * gain[None, :]
+        if BETA:
+            v = v + tl.load(beta_ptr + col0 + c, mask=col0 + c < K, other=0.0).to(tl.float32)[None, :]
+    elif PRODUCER == "activation":
+        v = activate(x, ACT)
+        if GATED:
+            v = v * _load(x_at + K, mask, EVEN)
+    else:
+        tl.static_assert(PRODUCER == "activation_backward")
+        dy = _load(dy_ptr + row0.to(tl.int64) * dy_stride + col0 + r[:, None] * dy_stride + c[None, :], mask, EVEN)
+        if GATED:
+            up = _load(x_at + K, mask, EVEN)
+            v = (dy * up) * derivative(x, ACT)
+            _consume(
+                dy * activate(x, ACT), row0, col0 + K, 2 * K, M, 2 * K, col_stride, scale,
+                row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, sum_ptr, plain_ptr,
+                KIND, E5M2, FP8_MAX, EPSILON, POWER_OF_TWO, INF_VALUE, ROWWISE, COLUMNWISE, AMAX, SUM, ROUND, DTYPE, EVEN, BM, BK,
+            )  # fmt: skip
+        else:
+            v = dy * derivative(x, ACT)
+    if (not EVEN) and ((PRODUCER == "norm") or (PRODUCER == "activation_backward")):
+        v = tl.where(mask, v, 0.0)  # beta and the overlap of the two halves reach past the edge
+
+    WIDTH = 2 * K if (PRODUCER == "activation_backward") & GATED else K
+    _consume(
+        v, row0, col0, K, M, WIDTH, col_stride, scale,
+        row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, sum_ptr, plain_ptr,
+        KIND, E5M2, FP8_MAX, EPSILON, POWER_OF_TWO, INF_VALUE, ROWWISE, COLUMNWISE, AMAX, SUM, ROUND, DTYPE, EVEN, BM, BK,
+    )  # fmt: skip
