@@ -100,6 +100,30 @@ def test_map_instances() -> None:
     assert torch_private.map_instances(int, lambda n: n + 1, (1, ["a", 2], {"k": 3.0})) == (2, ["a", 3], {"k": 3.0})
 
 
+def test_generator_state_is_a_state_that_torch_takes() -> None:
+    def numbers(key: bytes) -> Tensor:
+        generator = torch.Generator()
+        generator.set_state(torch_private.generator_state(key))
+        return torch.randn(1000, generator=generator)
+
+    assert torch.equal(numbers(b"a"), numbers(b"a")) and not torch.equal(numbers(b"a"), numbers(b"b"))
+    assert abs(float(numbers(b"a").mean())) < 0.15 and abs(float(numbers(b"a").std()) - 1) < 0.1
+
+
+def test_local_box_of_a_shard() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    try:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        part = distribute_tensor(torch.zeros(8, 6), mesh, [Shard(0), Shard(1)], src_data_rank=None)
+        assert torch_private.local_box(part) == ((4, 3), (0, 3))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_every_function_is_tested_here() -> None:
     functions = {
         name
@@ -114,5 +138,7 @@ def test_every_function_is_tested_here() -> None:
         "copy_all",
         "add_to_all",
         "map_instances",
+        "generator_state",
+        "local_box",
     }
     assert functions == tested, "add a test for what is new"

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -48,3 +49,32 @@ def map_instances(kind: type, function: Callable, tree: Any) -> Any:
     from torch.utils._pytree import tree_map_only
 
     return tree_map_only(kind, function, tree)
+
+
+def generator_state(key: bytes) -> torch.Tensor:
+    """State of a CPU generator whose 624 words come from `key`.
+
+    `manual_seed` looks at 32 bits of its seed only: among the million slabs of a 500B model about a hundred pairs would share a
+    seed, and so be equal. The layout (seed, left, seeded, next, then the words as uint64) is that of every saved RNG state.
+    """
+    state = torch.Generator().manual_seed(0).get_state()  # just seeded: the words are used from the first on
+    if state.numel() != 5056:
+        raise RuntimeError(f"torch {torch.__version__} keeps {state.numel()} bytes of generator state; 5056 are known.")
+    words = torch.frombuffer(bytearray(hashlib.shake_128(key).digest(4 * 624)), dtype=torch.int32)
+    state[24 : 24 + 8 * 624].view(torch.int64).copy_(words.to(torch.int64) & 0xFFFFFFFF)
+    return state
+
+
+def local_box(parameter: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(shape, offset) of what this rank holds of a DTensor."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    for placement in parameter.placements:
+        factor = getattr(placement, "split_factor", 1)  # _StridedShard: FSDP over a dimension that tp has split before
+        if factor > 1 and parameter.shape[placement.dim] % factor:
+            raise ValueError(
+                f"Dimension {placement.dim} of shape {tuple(parameter.shape)} is sharded by FSDP over {factor} tensor-parallel parts "
+                f"that are not equal, where torch's offsets are wrong: make {parameter.shape[placement.dim]} a multiple of {factor}."
+            )
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return tuple(shape), tuple(offset)

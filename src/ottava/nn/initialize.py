@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ottava import torch_private
 from ottava.quant.delayed import DelayedState
 
 SLAB_ROWS = 64
@@ -35,38 +35,6 @@ WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 """What wrappers put into a parameter's name. The start must not depend on them."""
 
 InitMethod = Callable[[Tensor], Any]
-
-# ------------------------------------------------------------------------------------------ private torch (-> torch_private)
-
-
-def _generator_state(key: bytes) -> Tensor:
-    """State of a CPU generator whose 624 words come from `key`.
-
-    `manual_seed` looks at 32 bits of its seed only: among the million slabs of a 500B model about a hundred pairs would share a
-    seed, and so be equal. The layout (seed, left, seeded, next, then the words as uint64) is that of every saved RNG state.
-    """
-    state = torch.Generator().manual_seed(0).get_state()  # just seeded: the words are used from the first on
-    if state.numel() != 5056:
-        raise RuntimeError(f"torch {torch.__version__} keeps {state.numel()} bytes of generator state; 5056 are known.")
-    words = torch.frombuffer(bytearray(hashlib.shake_128(key).digest(4 * 624)), dtype=torch.int32)
-    state[24 : 24 + 8 * 624].view(torch.int64).copy_(words.to(torch.int64) & 0xFFFFFFFF)
-    return state
-
-
-def _local_box(parameter: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(shape, offset) of what this rank holds of a DTensor."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    for placement in parameter.placements:
-        factor = getattr(placement, "split_factor", 1)  # _StridedShard: FSDP over a dimension that tp has split before
-        if factor > 1 and parameter.shape[placement.dim] % factor:
-            raise ValueError(
-                f"Dimension {placement.dim} of shape {tuple(parameter.shape)} is sharded by FSDP over {factor} tensor-parallel parts "
-                f"that are not equal, where torch's offsets are wrong: make {parameter.shape[placement.dim]} a multiple of {factor}."
-            )
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return tuple(shape), tuple(offset)
-
 
 # ----------------------------------------------------------------------------------------------------------------- methods
 
@@ -300,7 +268,7 @@ def _whole(name: str, shape: tuple[int, ...], method: Any, seed: int) -> Tensor:
 
 def _generator(name: str, slab: int | str, seed: int) -> torch.Generator:
     generator = torch.Generator()
-    generator.set_state(_generator_state(f"{seed}\0{slab}\0{name}".encode()))
+    generator.set_state(torch_private.generator_state(f"{seed}\0{slab}\0{name}".encode()))
     return generator
 
 
@@ -413,7 +381,7 @@ def draw_(parameter: Tensor, name: str, method: Any = None, seed: int = 0) -> No
     local: Tensor = parameter
     with torch.no_grad():
         if _is_dtensor(parameter):
-            _, offset = _local_box(parameter)
+            _, offset = torch_private.local_box(parameter)
             start = [a + b for a, b in zip(start, offset)]
             local = parameter.to_local()  # type: ignore[attr-defined]
         if isinstance(method, _Given):
@@ -493,7 +461,7 @@ def _reset_a_copy(module: Any, path: str, seed: int) -> tuple[dict[str, Any], Ca
     own = {n: None if p is None else nn.Parameter(full(p)) for n, p in module._parameters.items()}
     twin.__dict__["_parameters"] = own
     twin.__dict__["_buffers"] = {n: None if b is None else full(b) for n, b in module._buffers.items()}
-    with _default_stream(_generator_state(f"{seed}\0module\0{path}".encode())):
+    with _default_stream(torch_private.generator_state(f"{seed}\0module\0{path}".encode())):
         twin.reset_parameters()
 
     def copy_buffers() -> None:
