@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -187,11 +188,21 @@ def _profile(model: Layers, x: Tensor, dy: Tensor, name: str) -> str:
     return run.key_averages().table(sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=70)
 
 
+def _count(text: str) -> int:
+    """A command-line number that must be at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("--batch", type=int, default=1, help="sequences in a batch (default 1)")
-    parser.add_argument("--sequence", type=int, default=None, help="tokens in a sequence (default 8192, on a CPU 128)")
-    parser.add_argument("--repeats", type=int, default=10, help="timed steps; the median counts (default 10)")
+    parser.add_argument("--batch", type=_count, default=1, help="sequences in a batch (default 1)")
+    parser.add_argument(
+        "--sequence", type=_count, default=None, help="tokens in a sequence (default 8192, on a CPU 128)"
+    )
+    parser.add_argument("--repeats", type=_count, default=10, help="timed steps; the median counts (default 10)")
     parser.add_argument(
         "--recompute", choices=("none", "selective"), default="none", help="recompute norm and activation outputs"
     )
@@ -204,6 +215,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Checks, measures, prints a table and writes the JSON."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if options.profile and device == "cpu":
+        print("ottava bench layer: --profile lists GPU kernels, and there is no GPU here.", file=sys.stderr)
+        return 2
     shape = Shape() if device == "cuda" else SMALL
     shape = Shape(**{**asdict(shape), "batch": options.batch, "sequence": options.sequence or shape.sequence})
     torch.manual_seed(0)

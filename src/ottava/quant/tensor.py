@@ -179,10 +179,10 @@ class QuantizedTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         copies = " + ".join(n.removesuffix("_data") for n in self._parts if n.endswith("_data"))
+        scheme = str(self.scheme).removesuffix(":f32")  # how values came here, not what is stored
+        grad = ", requires_grad=True" if self.requires_grad else ""
         return (
-            f"QuantizedTensor({tuple(self.shape)}, {self.scheme}, {copies}, dtype={self.dtype}, device={self.device}"
-            + (", requires_grad=True" if self.requires_grad else "")
-            + ")"
+            f"QuantizedTensor({tuple(self.shape)}, {scheme}, {copies}, dtype={self.dtype}, device={self.device}{grad})"
         )
 
     # --------------------------------------------------------------------------------------- torch.compile, saving, dispatch

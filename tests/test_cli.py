@@ -1,0 +1,47 @@
+"""The command line: help, wrong usage (exit 2), and the benchmark on a CPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ottava.cli.main import main
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "ottava", *words], capture_output=True, text=True, timeout=120)
+
+
+def test_help_and_version() -> None:
+    assert "bench" in run("--help").stdout
+    assert run("--version").stdout.startswith("ottava 0.")
+
+
+@pytest.mark.parametrize(
+    "words,message",
+    [
+        ([], "COMMAND"),
+        (["bench"], "NAME"),
+        (["bench", "leyer"], "invalid choice: 'leyer'"),
+        (["bench", "layer", "--repeats", "0"], "must be at least 1, got 0"),
+        (["bench", "layer", "--recompute", "full"], "invalid choice: 'full'"),
+    ],
+)
+def test_wrong_usage_is_exit_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_bench_layer_checks_measures_and_writes_its_figures(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "results" / "layer.json"
+    assert main(["bench", "layer", "--repeats", "1", "--sequence", "64", "--output", str(path)]) == 0
+    figures = json.loads(path.read_text())
+    assert set(figures["results"]) == {"bf16", "DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling"}
+    assert all(row["ms"] > 0 and row["relative_error"] < 0.15 for row in figures["results"].values())
+    assert figures["machine"]["torch"] and figures["shape"]["sequence"] == 64
+    assert "DelayedScaling" in capsys.readouterr().out
