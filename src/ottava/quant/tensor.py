@@ -175,7 +175,8 @@ class QuantizedTensor(torch.Tensor):
         if self.scheme.format == "e2m1":
             scale = self._parts.get("rowwise_scale_inv", self._parts.get("columnwise_scale_inv"))
             return int((scale == NAN_BYTE["e4m3"]).sum()) if scale is not None else 0
-        return int((data == NAN_BYTE[self.scheme.format]).sum())
+        assert self.scheme.element.dtype is not None
+        return int(data.view(self.scheme.element.dtype).float().isnan().sum())
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         copies = " + ".join(n.removesuffix("_data") for n in self._parts if n.endswith("_data"))
