@@ -124,6 +124,21 @@ def test_local_box_of_a_shard() -> None:
         torch.distributed.destroy_process_group()
 
 
+def test_in_reentrant_checkpoint() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    seen = []
+
+    def function(x: Tensor) -> Tensor:
+        seen.append(torch_private.in_reentrant_checkpoint())
+        return x * 2
+
+    for reentrant in (True, False):
+        checkpoint(function, torch.ones(2, requires_grad=True), use_reentrant=reentrant).sum().backward()
+    # recomputed in the reentrant form only: multiplying by a number keeps nothing that would have to be
+    assert seen[:2] == [False, True] and not any(seen[2:])
+
+
 def test_every_function_is_tested_here() -> None:
     functions = {
         name
@@ -140,5 +155,6 @@ def test_every_function_is_tested_here() -> None:
         "map_instances",
         "generator_state",
         "local_box",
+        "in_reentrant_checkpoint",
     }
     assert functions == tested, "add a test for what is new"

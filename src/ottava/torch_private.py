@@ -17,6 +17,11 @@ def inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def in_reentrant_checkpoint() -> bool:
+    """Whether torch's reentrant checkpoint runs its function again now; its first run was under `no_grad`."""
+    return type(torch._C._current_autograd_node()).__name__ == "CheckpointFunctionBackward"
+
+
 def backward_id() -> int:
     """Identity of the backward pass that this thread runs now; -1 outside of one."""
     return torch._C._current_graph_task_id()

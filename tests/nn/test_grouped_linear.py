@@ -85,8 +85,8 @@ def test_stored_weights_and_returned_bias():
 
 def test_wrong_splits_are_named():
     grouped, _ = pair([8, 8])
-    for splits in ([16], [8, 9]):
-        with pytest.raises(ValueError, match="m_splits must have 2 numbers that add up to 16"):
+    for splits in ([16], [8, 9], [20, -4]):
+        with pytest.raises(ValueError, match="m_splits must have 2 numbers, none negative, that add up to 16"):
             grouped(torch.randn(16, 64, dtype=torch.bfloat16), splits)
     with pytest.raises(ValueError, match="num_gemms"):
         ottava.GroupedLinear(0, 64, 64)

@@ -47,6 +47,11 @@ def _without_autocast(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if (
+            torch.is_grad_enabled()
+        ):  # called outside of an autograd Function, as by an exported graph: ops are not differentiable
+            with torch.no_grad():
+                return call(*args, **kwargs)
         if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
             return function(*args, **kwargs)
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):

@@ -13,7 +13,7 @@ from ottava import torch_private
 from ottava.kernels.cast import Buffers
 from ottava.nn.core import Chain, Stage, StageTensors
 from ottava.quant.delayed import DelayedState
-from ottava.quant.quantizer import check_float, quantize_by_scheme
+from ottava.quant.quantizer import FLOAT_DTYPES, check_float, check_tensor, quantize_by_scheme
 from ottava.quant.recompute import forward_scale
 from ottava.quant.scheme import Scheme
 from ottava.quant.state import CURRENT
@@ -67,7 +67,8 @@ def quantized_stage(stage: Stage, recipe: Recipe, gated_backward: bool = False) 
         split_dgrad=split_dgrad,
         split_wgrad=split_wgrad,
         backward=recipe.backward_override or "quantized",  # type: ignore[attr-defined]
-        recompute=stage.recompute,
+        # A compiler would keep the live scale for the recomputation, which the update after the forward pass overwrites.
+        recompute=stage.recompute and not (isinstance(recipe, DelayedScaling) and torch.compiler.is_compiling()),
         return_norm=stage.return_norm,
     )
 
@@ -82,16 +83,19 @@ class QuantizedModule(nn.Module):
         super().__init__()
         self.name = name
         self.params_dtype = params_dtype or torch.get_default_dtype()
+        if self.params_dtype not in FLOAT_DTYPES:
+            raise ValueError(f"params_dtype must be float32, bfloat16 or float16, got {self.params_dtype}.")
         self.device_at_init = device
         self.delayed = DelayedState(stages, device=device)
         self._weight_cache: dict[int, QuantizedTensor] = {}
-        self._last_context: tuple[Recipe | None, bool, Any] = (None, False, None)
+        # With gradients and without: an evaluation between a forward and its recomputation must not change the latter.
+        self._last_context: dict[bool, tuple[Recipe | None, bool, Any]] = {}
         self._last_chain: tuple[tuple, Chain] | None = None
         self.wgrad_accumulation = False
 
     def __getstate__(self) -> dict[str, Any]:
         # What refers to this process or to this module's own state is found again by the next forward.
-        return {**self.__dict__, "_last_chain": None, "_last_context": (None, False, None)}
+        return {**self.__dict__, "_last_chain": None, "_last_context": {}}
 
     # --------------------------------------------------------------------------------------------------------- parameters
 
@@ -155,6 +159,7 @@ class QuantizedModule(nn.Module):
     def check_input(self, x: Tensor, features: int, weight: Tensor) -> Tensor:
         """Checks dtype, device and last dimension; returns x in the dtype of `torch.autocast` if that is on."""
         who = type(self).__name__ if self.name is None else f"{type(self).__name__} {self.name!r}"
+        check_tensor(x, f"The input of {who}")
         if x.shape[-1] != features:
             raise ValueError(f"{who} expects a last dimension of {features}, got an input of shape {tuple(x.shape)}.")
         if x.device != weight.device:
@@ -205,8 +210,9 @@ class QuantizedModule(nn.Module):
         if torch.compiler.is_compiling():
             return now
         if CURRENT.depth == 0 and torch_private.inside_backward():
-            return self._last_context
-        self._last_context = now
+            # A reentrant checkpoint ran its first pass without gradients.
+            return self._last_context.get(not torch_private.in_reentrant_checkpoint(), now)
+        self._last_context[torch.is_grad_enabled()] = now
         return now
 
     def _resolve(self, stages: list[Stage], recipe: Recipe | None, calibrating: bool, record: bool) -> Chain:

@@ -288,6 +288,12 @@ def _quantizes_gradient(stage: Stage) -> bool:
     return stage.grad is not None and stage.backward == "quantized"
 
 
+def refuse_double_backward() -> None:
+    """A backward pass that is itself recorded (`create_graph=True`) would give wrong second derivatives, silently."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise ValueError("Ottava's modules cannot be differentiated twice: call backward without create_graph=True.")
+
+
 class _ChainFunction(torch.autograd.Function):
     """Runs a chain. Inputs: see `run_chain`."""
 
@@ -321,6 +327,7 @@ class _ChainFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, dnorm: Tensor | None = None) -> Any:
+        refuse_double_backward()
         *flat, fwd_scale = ctx.saved_tensors
         bwd_scale, bwd_history = ctx.bwd_scale, ctx.bwd_history
         chain: Chain = ctx.chain

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ottava.kernels.cast import Buffers
 from ottava.nn.base import InitMethod, QuantizedModule, default_device
-from ottava.nn.core import Chain, Stage, StageTensors
+from ottava.nn.core import Chain, Stage, StageTensors, refuse_double_backward
 from ottava.nn.options import OverlapOptions, ParallelOptions, refuse_delayed_wgrad
 
 ops = torch.ops.ottava
@@ -68,6 +68,7 @@ class _GroupedFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
+        refuse_double_backward()
         saved, bwd_scale, bwd_history = list(ctx.saved_tensors), ctx.bwd_scale, ctx.bwd_history
         chain: Chain = ctx.chain
         stage, splits = chain.stages[0], ctx.splits
@@ -209,9 +210,9 @@ class GroupedLinear(QuantizedModule):
         """inp [..., in_features]; m_splits: rows of each group, adding up to all rows. Returns [..., out_features]."""
         x = self.check_input(inp, self.in_features, self.weight0)
         rows = x.reshape(-1, self.in_features)
-        if len(m_splits) != self.num_gemms or sum(m_splits) != rows.shape[0]:
+        if len(m_splits) != self.num_gemms or sum(m_splits) != rows.shape[0] or min(m_splits) < 0:
             raise ValueError(
-                f"m_splits must have {self.num_gemms} numbers that add up to {rows.shape[0]} rows, got {list(m_splits)} "
+                f"m_splits must have {self.num_gemms} numbers, none negative, that add up to {rows.shape[0]} rows, got {list(m_splits)} "
                 f"(sum {sum(m_splits)})."
             )
         self.check_features(in_features=self.in_features, out_features=self.out_features)

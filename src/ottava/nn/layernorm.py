@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ottava.nn.base import default_device
+from ottava.nn.core import refuse_double_backward
 from ottava.quant.quantizer import check_float
 
 ops = torch.ops.ottava
@@ -25,6 +26,7 @@ class _NormFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
+        refuse_double_backward()
         x, gamma, mean, rstd = ctx.saved_tensors
         dx, dgamma, dbeta = ops.norm_backward(dy.contiguous(), x, gamma, mean, rstd, ctx.zero_centered, ctx.has_beta)
         return dx, dgamma, dbeta if ctx.has_beta else None, None, None, None

@@ -79,6 +79,15 @@ class DelayedState(nn.Module):
         self.id = _next_id()  # a copy is another state
         _BY_ID[self.id] = self
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Moves with the module, but stays float32: `.bfloat16()` and `.half()` are about weights, not statistics."""
+
+        def move(t: Tensor) -> Tensor:
+            moved = fn(t)
+            return moved if moved.dtype == t.dtype else t.to(moved.device)
+
+        return super()._apply(move, recurse)
+
     def forget_this_step(self) -> None:
         """Drops what the forward pass has recorded since the last update."""
         self.fwd_amax_history[0].zero_()
@@ -103,12 +112,19 @@ class DelayedState(nn.Module):
 
     def touch(self, recipe: DelayedScaling, group: Any) -> None:
         """Called by a forward that records: the state will be updated when the outermost `autocast` exits."""
-        self._grow(recipe.amax_history_len)
+        self._fit(recipe.amax_history_len)
         self.recipe, self.group = recipe, group
         self.used = True
-        CURRENT.touched.append(self)
+        if CURRENT.depth == 0 and not torch.compiler.is_compiling():  # a reentrant checkpoint: no `autocast` will exit
+            torch_private.at_end_of_backward(lambda: update_forward([self]))
+        else:
+            CURRENT.touched.append(self)
 
-    def _grow(self, window: int) -> None:
+    def _fit(self, window: int) -> None:
+        """Makes room for a longer window; rows that a shorter one left behind are forgotten."""
+        if self.recipe is not None and self.recipe.amax_history_len < window:
+            self.fwd_amax_history[self.recipe.amax_history_len : window].zero_()
+            self.bwd_amax_history[self.recipe.amax_history_len : window].zero_()
         rows = self.fwd_amax_history.shape[0]
         if window <= rows:
             return

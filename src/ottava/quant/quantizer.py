@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,12 @@ from ottava.quant.tensor import QuantizedTensor
 from ottava.recipe import DelayedScaling, Recipe
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_tensor(x: Any, what: str) -> None:
+    """Raises unless `x` is a tensor."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{what} must be a torch.Tensor, got {type(x).__name__}.")
 
 
 def check_float(x: Tensor, what: str) -> None:
@@ -29,6 +37,7 @@ def quantize_by_scheme(
     columnwise: bool = True,
 ) -> QuantizedTensor:
     """x [..., K] -> QuantizedTensor; the dimensions before the last are rows."""
+    check_tensor(x, "What is quantized")
     check_float(x, "The tensor to quantize")
     if x.dim() == 0:
         raise ValueError("Cannot quantize a scalar: give a tensor with at least one dimension.")
@@ -60,10 +69,14 @@ def quantize(
         >>> q.rowwise_scale_inv.shape
         torch.Size([2, 2])
     """
+    check_tensor(x, "What is quantized")
     scheme = Scheme.of(recipe, role)
     if isinstance(recipe, DelayedScaling):
         scale = torch.ones(1, device=x.device) if scale is None else scale
-        scale = torch.as_tensor(scale, dtype=torch.float32, device=x.device).reshape(1)
+        scale = torch.as_tensor(scale, dtype=torch.float32, device=x.device)
+        if scale.numel() != 1 or not bool(torch.isfinite(scale) & (scale > 0)):
+            raise ValueError(f"scale must be one finite number above 0, got {scale.tolist()}.")
+        scale = scale.reshape(1)
     elif scale is not None:
         raise ValueError(f"scale= is for DelayedScaling; {type(recipe).__name__} computes its own.")
     return quantize_by_scheme(x, scheme, scale, None, rowwise, columnwise)

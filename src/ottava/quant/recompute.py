@@ -32,7 +32,7 @@ RECOMPUTE = _Recompute()
 def forward_scale(state: DelayedState) -> tuple[Tensor, bool]:
     """(the forward scales to use now [n], whether this forward records)."""
     if torch.compiler.is_compiling():
-        return state.fwd_scale, torch.is_grad_enabled()
+        return state.fwd_scale, torch.is_grad_enabled() and not torch.compiler.is_exporting()
     if RECOMPUTE.replay is not None:
         scale = next(RECOMPUTE.replay)
         if RECOMPUTE.stash is not None:  # a checkpoint inside the one that is being recomputed
@@ -42,5 +42,9 @@ def forward_scale(state: DelayedState) -> tuple[Tensor, bool]:
         RECOMPUTE.stash.append(state.fwd_scale.clone())
         return state.fwd_scale, True
     if torch_private.inside_backward():
+        if (
+            torch_private.in_reentrant_checkpoint()
+        ):  # the first run was under no_grad and recorded nothing: this one does
+            return state.fwd_scale, torch.is_grad_enabled()
         return state.scale_of_first_forward(), False
     return state.fwd_scale, torch.is_grad_enabled() or CURRENT.calibrating

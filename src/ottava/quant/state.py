@@ -65,10 +65,11 @@ class autocast:
         wanted = enabled or calibrating
         self.recipe = (default_recipe() if recipe is None else recipe) if wanted else None
         self.calibrating = calibrating and not enabled
+        self.outer: list[tuple[Recipe | None, bool, Any]] = []  # a stack: the same object may be entered twice
         self.group = fp8_group if amax_reduction_group is None else amax_reduction_group
 
     def __enter__(self) -> autocast:
-        self.outer = (CURRENT.recipe, CURRENT.calibrating, CURRENT.group)
+        self.outer.append((CURRENT.recipe, CURRENT.calibrating, CURRENT.group))
         CURRENT.recipe, CURRENT.calibrating, CURRENT.group = self.recipe, self.calibrating, self.group
         CURRENT.depth += 1
         return self
@@ -76,7 +77,7 @@ class autocast:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        CURRENT.recipe, CURRENT.calibrating, CURRENT.group = self.outer
+        CURRENT.recipe, CURRENT.calibrating, CURRENT.group = self.outer.pop()
         CURRENT.depth -= 1
         if CURRENT.depth == 0 and CURRENT.touched:
             from ottava.quant.delayed import update_forward
@@ -108,12 +109,14 @@ class quantized_model_init:
         self.enabled = enabled
         self.recipe = default_recipe() if recipe is None else recipe
         self.preserve = preserve_high_precision_init_val
+        self.outer: list[quantized_model_init | None] = []
 
     def __enter__(self) -> quantized_model_init:
-        self.outer, CURRENT.init = CURRENT.init, self if self.enabled else None
+        self.outer.append(CURRENT.init)
+        CURRENT.init = self if self.enabled else None
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        CURRENT.init = self.outer
+        CURRENT.init = self.outer.pop()

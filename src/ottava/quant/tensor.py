@@ -45,6 +45,8 @@ class QuantizedTensor(torch.Tensor):
 
     scheme: Scheme
     _parts: dict[str, Tensor]
+    _is_slice: bool = False
+    """It shares bytes or scales with a larger tensor."""
 
     @staticmethod
     def __new__(
@@ -324,6 +326,11 @@ def _to_copy(func: Any, q: QuantizedTensor, *, dtype: torch.dtype | None = None,
 def _copy(func: Any, target: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(target, QuantizedTensor):
         return func(target, source._values(), *args, **kwargs)  # type: ignore[attr-defined]
+    if target._is_slice:
+        raise ValueError(
+            "copy_ into a slice of a QuantizedTensor would change scales that the whole shares: copy_() into the whole, or clone() "
+            "the slice first."
+        )
     if target.shape != source.shape:
         raise ValueError(f"copy_ needs equal shapes: target {tuple(target.shape)}, source {tuple(source.shape)}.")
     if (
@@ -365,7 +372,15 @@ def _slice(
             parts[name] = tensor[first // block_rows : -(-last // block_rows)]
         else:
             parts[name] = tensor[:, first // along : -(-last // along)].contiguous()
-    return QuantizedTensor(parts, q.scheme, (last - first, q.shape[1]), q.dtype)
+    part = QuantizedTensor(parts, q.scheme, (last - first, q.shape[1]), q.dtype)
+    part._is_slice = True
+    return part
+
+
+def _alias(q: QuantizedTensor) -> QuantizedTensor:
+    same = q._map(lambda t: t)
+    same._is_slice = q._is_slice
+    return same
 
 
 def _view(func: Any, q: QuantizedTensor, shape: Any) -> Any:
@@ -387,8 +402,8 @@ def _view(func: Any, q: QuantizedTensor, shape: Any) -> Any:
 
 
 _HANDLERS: dict[Any, Callable] = {
-    aten.detach.default: lambda func, q: q._map(lambda t: t),
-    aten.alias.default: lambda func, q: q._map(lambda t: t),
+    aten.detach.default: lambda func, q: _alias(q),
+    aten.alias.default: lambda func, q: _alias(q),
     aten.clone.default: lambda func, q, memory_format=None: q._map(torch.clone),
     aten._to_copy.default: _to_copy,
     aten.copy_.default: _copy,
