@@ -120,6 +120,8 @@ def test_local_box_of_a_shard() -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         part = distribute_tensor(torch.zeros(8, 6), mesh, [Shard(0), Shard(1)], src_data_rank=None)
         assert torch_private.local_box(part) == ((4, 3), (0, 3))
+        assert torch_private.local_tensor(part).shape == (4, 3)
+        assert torch_private.local_tensor(part) is torch_private.local_tensor(part)
     finally:
         torch.distributed.destroy_process_group()
 
@@ -156,5 +158,6 @@ def test_every_function_is_tested_here() -> None:
         "generator_state",
         "local_box",
         "in_reentrant_checkpoint",
+        "local_tensor",
     }
     assert functions == tested, "add a test for what is new"

@@ -17,6 +17,15 @@ def inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+# The `__torch_function__` of a tensor subclass whose ops all go to `__torch_dispatch__`.
+DISABLED_TORCH_FUNCTION = torch._C._disabled_torch_function_impl
+
+
+def local_tensor(parameter: Any) -> torch.Tensor:
+    """What this rank holds of a DTensor: the object itself, where `to_local()` would make a view of it."""
+    return parameter._local_tensor
+
+
 def in_reentrant_checkpoint() -> bool:
     """Whether torch's reentrant checkpoint runs its function again now; its first run was under `no_grad`."""
     return type(torch._C._current_autograd_node()).__name__ == "CheckpointFunctionBackward"

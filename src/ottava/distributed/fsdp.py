@@ -221,7 +221,7 @@ def _default_blocks(model: nn.Module) -> list[nn.Module]:
 def _sharded(model: nn.Module) -> Iterator[tuple[DTensor, ShardedWeight]]:
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
-            local = parameter._local_tensor  # to_local() would make a view, which is another object
+            local = torch_private.local_tensor(parameter)
             if isinstance(local, ShardedWeight):
                 yield parameter, local
 
@@ -250,7 +250,7 @@ def _plain_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata
         if isinstance(value, nn.Parameter) or not isinstance(value, DTensor):
             continue  # keep_vars=True asks for the parameter itself
         # The parameter's own tensor, not that of `value`, which is a detached alias: its version would not show a write.
-        local = parameter._local_tensor if isinstance(parameter, DTensor) else value._local_tensor
+        local = torch_private.local_tensor(parameter if isinstance(parameter, DTensor) else value)
         if isinstance(local, ShardedWeight):
             state[prefix + name] = DTensor.from_local(
                 local.master,

@@ -231,7 +231,7 @@ class ShardedWeight(torch.Tensor):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = torch_private.DISABLED_TORCH_FUNCTION  # type: ignore[assignment]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedWeight({self.copy.name!r}, {self.master!r}, gathered as {self.copy.scheme})"
