@@ -312,10 +312,6 @@ def _flat_rows(shape: torch.Size | tuple[int, ...]) -> int:
 # ------------------------------------------------------------------------------------------------------------- op handlers
 
 
-def _each_buffer(func: Any, q: QuantizedTensor, *args: Any, **kwargs: Any) -> QuantizedTensor:
-    return q._map(lambda t: func(t, *args, **kwargs))
-
-
 def _to_copy(func: Any, q: QuantizedTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
     if dtype is not None and dtype != q.dtype:
         return func(q._values(), dtype=dtype, **kwargs)
