@@ -100,6 +100,16 @@ def test_map_instances() -> None:
     assert torch_private.map_instances(int, lambda n: n + 1, (1, ["a", 2], {"k": 3.0})) == (2, ["a", 3], {"k": 3.0})
 
 
+def test_is_exporting_tells_export_from_compile() -> None:
+    class Asks(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * (2 if torch_private.is_exporting() else 3)
+
+    one = torch.ones(1)
+    assert torch.compile(Asks(), backend="eager", fullgraph=True)(one).item() == 3
+    assert torch.export.export(Asks(), (one,)).module()(one).item() == 2
+
+
 def test_generator_state_is_a_state_that_torch_takes() -> None:
     def numbers(key: bytes) -> Tensor:
         generator = torch.Generator()
@@ -156,6 +166,7 @@ def test_every_function_is_tested_here() -> None:
         "add_to_all",
         "map_instances",
         "generator_state",
+        "is_exporting",
         "local_box",
         "in_reentrant_checkpoint",
         "local_tensor",

@@ -92,3 +92,18 @@ def local_box(parameter: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
             )
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return tuple(shape), tuple(offset)
+
+
+def is_exporting() -> bool:
+    """Whether `torch.export` traces now. Reads the flag itself: dynamo of torch 2.11 takes `torch.compiler.is_exporting()` for True."""
+    return torch.compiler._is_exporting_flag
+
+
+def saved_tensor_hooks_active() -> bool:
+    """Whether somebody decides now how tensors are saved for backward: a checkpoint, `save_on_cpu`, ..."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def fsdp1_replicas(unit: Any) -> Any:
+    """The group of a hybrid-sharded FSDP1 unit whose ranks hold equal shards; None where nothing is replicated."""
+    return getattr(unit, "_inter_node_pg", None)

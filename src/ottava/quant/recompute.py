@@ -32,7 +32,7 @@ RECOMPUTE = _Recompute()
 def forward_scale(state: DelayedState) -> tuple[Tensor, bool]:
     """(the forward scales to use now [n], whether this forward records)."""
     if torch.compiler.is_compiling():
-        return state.fwd_scale, torch.is_grad_enabled() and not torch.compiler.is_exporting()
+        return state.fwd_scale, torch.is_grad_enabled() and not torch_private.is_exporting()
     if RECOMPUTE.replay is not None:
         scale = next(RECOMPUTE.replay)
         if RECOMPUTE.stash is not None:  # a checkpoint inside the one that is being recomputed
