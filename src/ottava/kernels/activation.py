@@ -143,6 +143,20 @@ def _forward_cuda(h: Tensor, name: str) -> Tensor:
 forward = define("activation", _forward, _forward_fake, _forward_cuda)
 
 
+def _amax(h: Tensor, name: str) -> Tensor:
+    """float32 [1]: of the unrounded output, which is what current scaling takes its scale from."""
+    return amax_of(_values(h, get(name)))
+
+
+def _amax_cuda(h: Tensor, name: str) -> Tensor:
+    from ottava.kernels import tile
+
+    return tile.amax(tile.Activation(h, get(name)))
+
+
+amax = define("activation_amax", _amax, lambda h, name: h.new_empty(1, dtype=torch.float32), _amax_cuda)
+
+
 def _quantize(
     h: Tensor, name: str, scheme: str, scale: Tensor | None, amax: Tensor | None, rowwise: bool, columnwise: bool
 ) -> Six:

@@ -97,10 +97,10 @@ def _one_way_mx(x: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor]:
     return data, exponent[:, 0, :, 0].contiguous(), x.new_empty(0, dtype=torch.float32)
 
 
-def _one_way_nvfp4(x: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor]:
+def _one_way_nvfp4(x: Tensor, scheme: Scheme, amax: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     assert scheme.block is not None
     x = x.float()
-    amax = amax_of(x)
+    amax = amax_of(x) if amax is None else amax.clone()
     tensor_scale = nvfp4_tensor_scale(amax)
     blocks = _pad_to_blocks(x, scheme.block)
     block_amax = amax_of(blocks, dim=(1, 3), keepdim=True)
@@ -162,7 +162,7 @@ def _one_way(
         return _one_way_tensor(x, scheme, scale, amax)
     if scheme.kind == "block":
         return _one_way_block(x, scheme, torch.finfo(dtype).max)
-    return _one_way_mx(x, scheme) if scheme.kind == "mx" else _one_way_nvfp4(x, scheme)
+    return _one_way_mx(x, scheme) if scheme.kind == "mx" else _one_way_nvfp4(x, scheme, amax)
 
 
 # ------------------------------------------------------------------------------------------------------- both directions
@@ -192,10 +192,14 @@ def reference_buffers(
     """The truth: `values` [M, K] in any float dtype -> buffers.
 
     Per-tensor schemes use `scale` [1] if given (delayed scaling), else the scale of `amax` [1] if given (an amax that was
-    reduced over ranks, or found by an earlier pass), else that of the values. `dtype` is the activation dtype that the values
-    have or would have had: an overflowing block scale becomes its largest value.
+    reduced over ranks, or found by an earlier pass), else that of the values. NVFP4 takes `amax` [2]: of the rowwise and of the
+    columnwise values, see `operand_amax`. `dtype` is the activation dtype that the values have or would have had: an overflowing
+    block scale becomes its largest value.
     """
     check_shape(values.shape[0], values.shape[1], scheme, rowwise, columnwise)
+    row_amax = col_amax = amax
+    if amax is not None and scheme.kind == "nvfp4":
+        row_amax, col_amax = amax.chunk(2)
 
     def nothing() -> tuple[Tensor, Tensor, Tensor]:
         scale_dtype = torch.uint8 if scheme.kind in ("mx", "nvfp4") else torch.float32
@@ -203,12 +207,12 @@ def reference_buffers(
 
     row, col = nothing(), nothing()
     if rowwise or scheme.transposable:
-        row = _one_way(values, scheme, scale, amax, dtype)
+        row = _one_way(values, scheme, scale, row_amax, dtype)
     if columnwise and scheme.transposable:
         col = _transposed(row, scheme)
     elif columnwise:
         transposed = values.t().contiguous()
-        col = _one_way(hadamard16(transposed) if scheme.hadamard else transposed, scheme, scale, amax, dtype)
+        col = _one_way(hadamard16(transposed) if scheme.hadamard else transposed, scheme, scale, col_amax, dtype)
     if not rowwise:
         row = (*nothing()[:2], row[2] if scheme.per_tensor else nothing()[2])
     return Buffers(row[0], row[1], col[0], col[1], row[2], col[2])
@@ -301,6 +305,18 @@ def _amax_cuda(x: Tensor) -> Tensor:
 
 
 amax = define("amax", _amax, lambda x: x.new_empty(1, dtype=torch.float32), _amax_cuda)
+
+
+def operand_amax(x: Tensor, scheme: str) -> Tensor:
+    """What ranks that quantize parts of one tensor have to share first, and then give to `quantize`.
+
+    [1] for per-tensor schemes; [2] for NVFP4: of the rowwise values, and of the columnwise ones, which a Hadamard transform changes.
+    """
+    parsed = Scheme.parse(scheme)
+    of_rows = torch.ops.ottava.amax(x)
+    if parsed.kind != "nvfp4":
+        return of_rows
+    return torch.cat([of_rows, amax_of(hadamard16(x.t().contiguous())) if parsed.hadamard else of_rows])
 
 
 def _dequantize(data: Tensor, scale_inv: Tensor, amax: Tensor, scheme: str, dtype: torch.dtype) -> Tensor:

@@ -15,7 +15,8 @@ from ottava.kernels.attention import attention
 from ottava.kernels.registry import say_once
 from ottava.nn import attention_mask as masks
 from ottava.nn.base import default_device
-from ottava.nn.random_replay import replayed
+from ottava.nn.random_replay import own_stream, replayed
+from ottava.nn.strategy import Layout, backend, local
 
 FORMATS = ("sbhd", "bshd", "thd")
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
@@ -64,6 +65,7 @@ class DotProductAttention(torch.nn.Module):
     """
 
     softmax_offset: Tensor | None
+    layouts = {"softmax_offset": Layout(0)}
 
     def __init__(
         self,
@@ -91,6 +93,8 @@ class DotProductAttention(torch.nn.Module):
         name: str | None = None,
         *,
         device: torch.device | str | None = None,
+        tp_mesh: Any = None,
+        weight_mesh: Any = None,
     ) -> None:
         super().__init__()
         if cp_group is not None or return_max_logit:
@@ -130,6 +134,34 @@ class DotProductAttention(torch.nn.Module):
             self.softmax_offset = torch.nn.Parameter(offset)
         else:
             self.register_buffer("softmax_offset", offset, persistent=False)
+        self.set_device_mesh(tp_mesh, weight_mesh)
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Checks the size: each rank attends with heads of its own, so nothing is communicated."""
+        size = 1 if tp_group is None else tp_group.size()
+        if size != self.tp_size:
+            raise ValueError(
+                f"DotProductAttention has the heads of one of tp_size={self.tp_size} ranks, but the group has {size}: construct it with "
+                f"tp_size={size}, or give set_device_mesh a mesh."
+            )
+
+    def set_device_mesh(self, tp_mesh: Any = None, weight_mesh: Any = None) -> None:
+        """Keeps this rank's heads. The learnable softmax offset, one number a head, becomes a DTensor. weight_mesh: not needed."""
+        if tp_mesh is None:
+            return
+        backend().group_of(tp_mesh)
+        size, already_cut = tp_mesh.size(), self.tp_size == tp_mesh.size()
+        if not already_cut:
+            if self.tp_size != 1:
+                raise ValueError(f"DotProductAttention has tp_size={self.tp_size}, but the mesh has {size} ranks.")
+            check_heads(self.num_attention_heads, self.num_gqa_groups, size)
+            self.heads_per_partition //= size
+            self.num_gqa_groups_per_partition //= size
+            self.tp_size = size
+        if isinstance(self.softmax_offset, torch.nn.Parameter):
+            backend().distribute(self, "softmax_offset", self.layouts["softmax_offset"], tp_mesh, already_cut)
+        elif self.softmax_offset is not None and not already_cut:
+            self.softmax_offset = self.softmax_offset[: self.heads_per_partition]  # a constant
 
     def extra_repr(self) -> str:
         """Heads, mask and whatever differs from the plain case."""
@@ -246,8 +278,8 @@ class DotProductAttention(torch.nn.Module):
     ) -> Tensor:
         dropout = self.attention_dropout if self.training else 0.0
         tracker = None
-        if dropout > 0.0 and self.get_rng_state_tracker is not None and not self.sequence_parallel:
-            tracker = self.get_rng_state_tracker()
+        if dropout > 0.0 and self.get_rng_state_tracker is not None:
+            tracker = own_stream(self.get_rng_state_tracker(), self.sequence_parallel)
 
         def core(
             q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, bias: Tensor | None, sink: Tensor | None
@@ -258,7 +290,8 @@ class DotProductAttention(torch.nn.Module):
                     sink=sink, dropout=dropout,
                 )  # fmt: skip
 
-        args = (q, k, v, allowed, bias, self.softmax_offset)
+        offset = None if self.softmax_offset is None else local(self.softmax_offset)
+        args = (q, k, v, allowed, bias, offset)
         if not recompute or not torch.is_grad_enabled():
             return core(*args)
         if tracker is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ottava import torch_private
-from ottava.kernels.cast import Buffers
-from ottava.nn.core import Chain, Stage, StageTensors
+from ottava.kernels.cast import Buffers, operand_amax
+from ottava.nn.core import Chain, Stage, StageTensors, tensor_amax
+from ottava.nn.options import ParallelOptions
+from ottava.nn.strategy import REPLICATED, Layout, Strategy, backend, local
 from ottava.quant.delayed import DelayedState
 from ottava.quant.quantizer import FLOAT_DTYPES, check_float, check_tensor, quantize_by_scheme
 from ottava.quant.recompute import forward_scale
@@ -70,6 +73,8 @@ def quantized_stage(stage: Stage, recipe: Recipe, gated_backward: bool = False) 
         # A compiler would keep the live scale for the recomputation, which the update after the forward pass overwrites.
         recompute=stage.recompute and not (isinstance(recipe, DelayedScaling) and torch.compiler.is_compiling()),
         return_norm=stage.return_norm,
+        gather_norm=stage.gather_norm,
+        strategy=stage.strategy,
     )
 
 
@@ -92,26 +97,134 @@ class QuantizedModule(nn.Module):
         self._last_context: dict[bool, tuple[Recipe | None, bool, Any]] = {}
         self._last_chain: tuple[tuple, Chain] | None = None
         self.wgrad_accumulation = False
+        self.layouts: dict[str, Layout] = {}
+        """How tensor parallelism splits each parameter."""
+        self.weight_mesh: Any = None
+        """The ranks that one weight lies on and that share its scale (see `set_device_mesh`)."""
+        self._strategies: tuple[Strategy | None, ...] = (None,) * stages
 
     def __getstate__(self) -> dict[str, Any]:
         # What refers to this process or to this module's own state is found again by the next forward.
         return {**self.__dict__, "_last_chain": None, "_last_context": {}}
 
+    # -------------------------------------------------------------------------------------------------- tensor parallelism
+
+    parallel: ParallelOptions
+
+    @property
+    def modes(self) -> tuple[str | None, ...]:
+        """ "column", "row" or None (replicated) for each stage."""
+        return (self.parallel.mode,) * len(self._strategies)
+
+    @property
+    def tp_size(self) -> int:
+        """Tensor-parallel ranks that the parameters are cut for."""
+        return self.parallel.size
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Runs the collectives over `tp_group`. The module must have been constructed with tp_size=tp_group.size()."""
+        size = 1 if tp_group is None else tp_group.size()
+        if size != self.parallel.size and any(self.modes):
+            raise ValueError(
+                f"{type(self).__name__} was constructed with tp_size={self.parallel.size}, but the group has {size} ranks: construct it "
+                f"with tp_size={size}, or give set_device_mesh a mesh, which cuts whole parameters."
+            )
+        self.parallel.group = tp_group
+        sequence_parallel = self.parallel.sequence_parallel
+        self._strategies = tuple(
+            None if mode is None else backend().strategy(mode, tp_group, sequence_parallel) for mode in self.modes
+        )
+
+    def set_device_mesh(self, tp_mesh: Any = None, weight_mesh: Any = None) -> None:
+        """Spreads the parameters over meshes, before `fully_shard` or a checkpoint looks at them.
+
+        tp_mesh: the tensor-parallel dimension of a device mesh. Parameters become DTensors on it: cut as `parallel_mode` says, or
+        whole on every rank. weight_mesh: the ranks that hold parts of one weight and share its scale, dp_shard x tp; only needed
+        where FP8 copies of sharded weights are made outside of a forward pass.
+
+            >>> layer = ottava.Linear(1024, 4096, parallel_mode="column")
+            >>> layer.set_device_mesh(meshes.tp, meshes.weight)
+        """
+        self.weight_mesh = weight_mesh if weight_mesh is not None else self.weight_mesh
+        if tp_mesh is None:
+            return
+        group, size = backend().group_of(tp_mesh), tp_mesh.size()
+        already_cut = self.parallel.size == size
+        if not already_cut and self.parallel.size != 1:
+            raise ValueError(
+                f"{type(self).__name__} was constructed with tp_size={self.parallel.size}, but the mesh has {size} ranks: "
+                f"use tp_size={size}."
+            )
+        for name, parameter in list(self.named_parameters(recurse=False)):
+            if not already_cut:
+                self.layouts[name].check(self.describe(name), tuple(parameter.shape), size)
+            backend().distribute(self, name, self.layouts[name], tp_mesh, already_cut)
+        if not already_cut:
+            self.parallel.size = size
+            self.divide_features(size)
+        self.set_tensor_parallel_group(group)
+
+    def divide_features(self, size: int) -> None:
+        """Adapts the sizes that the module checks its input against, after its parameters have been cut for `size` ranks."""
+
+    def strategy(self, index: int = 0) -> Strategy | None:
+        """The strategy of stage `index`."""
+        strategy = self._strategies[index]
+        if (
+            strategy is None
+            and self.parallel.size > 1
+            and self.modes[index] is not None
+            and self.parallel.group is None
+        ):
+            raise ValueError(
+                f"{type(self).__name__} was constructed with tp_size={self.parallel.size} but has no group to communicate over: call "
+                "set_tensor_parallel_group(group) or set_device_mesh(tp_mesh) first."
+            )
+        return strategy
+
+    def parameter(self, name: str, index: int | None = None) -> Tensor | None:
+        """What this rank multiplies with, or adds; None if there is no such parameter.
+
+        index: the stage whose spread tokens make this rank's gradient a part of the whole one: norms and biases of tokens.
+        """
+        value = getattr(self, name)
+        if value is None:
+            return None
+        value = local(value)
+        strategy = None if index is None else self.strategy(index)
+        return strategy.replicated(value) if strategy is not None and strategy.sequence_parallel else value
+
+    def output_shape(self, shape: torch.Size, features: int, index: int = 0) -> tuple[int, ...]:
+        """Shape of the output for an input of `shape`: sequence parallelism gathers or scatters the first dimension."""
+        strategy = self.strategy(index)
+        first, *rest = shape[:-1] if len(shape) > 1 else (1,)
+        if strategy is not None and strategy.sequence_parallel:
+            first = first * strategy.size if strategy.mode == "column" else first // strategy.size
+        return (first, *rest, features) if len(shape) > 1 else (features,)
+
     # --------------------------------------------------------------------------------------------------------- parameters
 
-    def add_parameter(self, name: str, shape: tuple[int, ...], split: dict[str, int] | None = None) -> list[str]:
+    def add_parameter(
+        self, name: str, shape: tuple[int, ...], split: dict[str, int] | None = None, layout: Layout = REPLICATED
+    ) -> list[str]:
         """Registers `name`, or one parameter a split (`query_weight`, ...), as slices of one buffer. Returns their names.
 
-        Slices of one buffer can be multiplied as one matrix without copying them together.
+        shape, split: of the whole; with tp_size > 1 only this rank's part is allocated. Slices of one buffer can be multiplied as
+        one matrix without copying them together.
         """
-        buffer = torch.empty(shape, dtype=self.params_dtype, device=self.device_at_init)
-        if not split:
-            self.register_parameter(name, nn.Parameter(buffer))
-            return [name]
-        names = []
-        for part, rows in zip(buffer.split(list(split.values())), split.items(), strict=True):
-            names.append(f"{rows[0].removesuffix('_')}_{name}")
-            self.register_parameter(names[-1], nn.Parameter(part))
+        size = self.parallel.size
+        layout.check(self.describe(name), shape, size)
+        own = list(shape)
+        rows = list(split.values()) if split else [shape[0]]
+        if layout.dim is not None:
+            own[layout.dim] //= size
+            rows = [n // size for n in rows] if layout.dim == 0 else rows
+        buffer = torch.empty(own, dtype=self.params_dtype, device=self.device_at_init)
+        names = [f"{part.removesuffix('_')}_{name}" for part in split] if split else [name]
+        for part_name, part, whole in zip(names, buffer.split(rows), (split or {name: shape[0]}).values(), strict=True):
+            layout.check(self.describe(part_name), (whole, *shape[1:]), size)
+            self.register_parameter(part_name, nn.Parameter(part if split else buffer))
+            self.layouts[part_name] = layout
         return names
 
     def initialize_weight(self, names: Iterable[str], init_method: InitMethod | None) -> None:
@@ -120,7 +233,7 @@ class QuantizedModule(nn.Module):
             weight = getattr(self, name)
             if weight.is_meta:
                 continue
-            with torch.no_grad():
+            with torch.no_grad(), self._initial_stream():
                 (init_method or default_init)(weight)
             if CURRENT.init is not None:
                 setattr(
@@ -129,13 +242,20 @@ class QuantizedModule(nn.Module):
                     _stored_quantized(weight, CURRENT.init.recipe, CURRENT.init.preserve, self.describe(name)),
                 )
 
+    def _initial_stream(self) -> Any:
+        """Ranks draw different parts of a weight from different streams, if they were given a tracker of such streams."""
+        tracker = self.parallel.get_rng_state_tracker
+        if tracker is None or self.parallel.size == 1:
+            return contextlib.nullcontext()
+        return tracker().fork()
+
     def describe(self, name: str) -> str:
         """How error messages call a parameter of this module."""
         return f"{type(self).__name__}.{name}"
 
     def joined(self, names: list[str]) -> Tensor:
         """The parameters as one tensor: themselves, a view over their common buffer, or a concatenation."""
-        tensors = [getattr(self, name) for name in names]
+        tensors: list[Any] = [local(getattr(self, name)) for name in names]
         if len(tensors) == 1:
             return tensors[0]
         if all(isinstance(t, QuantizedTensor) for t in tensors):
@@ -268,7 +388,8 @@ class QuantizedModule(nn.Module):
         columnwise = stage.backward == "quantized" and (torch.is_grad_enabled() or bool(is_first_microbatch))
         weight_scale = scale[3 * index + 1 : 3 * index + 2] if stage.delayed else None  # type: ignore[index]
         check_float(weight, self.describe("weight"))
-        q = Buffers(*torch.ops.ottava.quantize(weight.detach(), stage.weight, weight_scale, None, True, columnwise))
+        amax = None if stage.delayed else shared_weight_amax(stage, weight)
+        q = Buffers(*torch.ops.ottava.quantize(weight.detach(), stage.weight, weight_scale, amax, True, columnwise))
         if stage.delayed and chain.record:
             torch.ops.ottava.record_amax_(self.delayed.fwd_amax_history, q.rowwise_amax, 3 * index + 1, 0)
         if is_first_microbatch:
@@ -303,7 +424,7 @@ class QuantizedModule(nn.Module):
                 )
 
         def add(wgrad: Tensor) -> None:
-            for parameter, part in zip(parameters, wgrad.split([p.shape[0] for p in parameters]), strict=True):
+            for parameter, part in zip(parameters, wgrad.split([local(p).shape[0] for p in parameters]), strict=True):
                 parameter.main_grad.add_(part)
                 parameter.grad_added_to_main_grad = True
 
@@ -321,6 +442,14 @@ class QuantizedModule(nn.Module):
             f"{role}: {str(Scheme.of(recipe, role)).removesuffix(':f32')}" for role in ("input", "weight", "grad")
         )
         return f"{type(recipe).__name__}({parts})"
+
+
+def shared_weight_amax(stage: Stage, weight: Tensor) -> Tensor | None:
+    """The amax over all parts of a weight whose scale depends on it; None if this rank has the whole weight, or blocks suffice."""
+    assert stage.weight is not None
+    if stage.strategy is None or not tensor_amax(stage.weight):
+        return None
+    return stage.strategy.share_amax(operand_amax(weight.detach(), stage.weight))
 
 
 def _identical(a: tuple, b: tuple) -> bool:
@@ -386,3 +515,18 @@ class _JoinAdjacent(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
         return (None,) * len(ctx.rows) if grad is None else grad.split(ctx.rows)
+
+
+def linear_layouts(mode: str | None) -> tuple[Layout, Layout]:
+    """Layouts of a weight [out, in] and of its bias [out]."""
+    if mode == "column":
+        return Layout(0), Layout(0)
+    return (Layout(1) if mode == "row" else REPLICATED), REPLICATED
+
+
+def join_meshes(module: Any, tp_group: Any, tp_mesh: Any, weight_mesh: Any) -> None:
+    """What constructors do with the groups and meshes they are given."""
+    if tp_group is not None:
+        module.set_tensor_parallel_group(tp_group)
+    if tp_mesh is not None or weight_mesh is not None:
+        module.set_device_mesh(tp_mesh, weight_mesh)

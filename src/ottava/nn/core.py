@@ -11,6 +11,11 @@ where that has a derivative. With `recompute` the copy is made again from that i
 [Note: three ways back] `Stage.backward` says how the backward GEMMs run: "quantized" quantizes the gradient and uses FP8 operands;
 "high_precision" keeps the operands in the activation dtype; "dequantized" turns the saved FP8 operands back first. A stage without
 schemes (`Stage.input is None`) is unquantized throughout and always goes back in high precision.
+
+[Note: many ranks] A stage may have a tensor-parallel `strategy` (see `strategy.py`). Ranks that quantize parts of one tensor share its
+amax first, so scales and bytes are those of one process. Tokens that are spread over ranks are quantized where they are and gathered
+as bytes: rowwise copies in forward, columnwise ones in backward. A columnwise block must not cross a rank's border; where the tokens
+of a rank do not fill whole blocks, high precision is gathered and quantized after.
 """
 
 from __future__ import annotations
@@ -22,7 +27,9 @@ import torch
 from torch import Tensor
 
 from ottava.kernels.activation import get as get_activation
-from ottava.kernels.cast import Buffers
+from ottava.kernels.cast import Buffers, operand_amax
+from ottava.nn.strategy import Strategy, gathers_gradient, gathers_input, spreads_input, spreads_output
+from ottava.quant.scheme import Scheme
 
 ops = torch.ops.ottava
 
@@ -56,6 +63,10 @@ class Stage:
     recompute: bool = False
     return_norm: bool = False
     """Also return the norm's output, in the activation dtype."""
+    gather_norm: bool = False
+    """Return the norm's output of all ranks' tokens."""
+    strategy: Strategy | None = None
+    """How the GEMM is spread over tensor-parallel ranks. None: it is not."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +164,60 @@ def _produce_quantized(
     return Buffers(*ops.quantize(h, *args))
 
 
+# --------------------------------------------------------------------------------------------------------------- many ranks
+
+
+def tensor_amax(scheme: str) -> bool:
+    """Whether a scale of the scheme depends on the amax of the whole tensor."""
+    return ":tensor" in scheme or scheme.startswith("e2m1")
+
+
+def _shared_amax(
+    stage: Stage, h: Tensor, t: StageTensors, mean: Tensor | None, rstd: Tensor | None, own: Tensor | None
+) -> Tensor | None:
+    """The amax of the stage's operand over all ranks that hold a part of it. own: what the norm found on this rank."""
+    assert stage.input is not None
+    if stage.strategy is None or not spreads_input(stage.strategy) or stage.delayed or not tensor_amax(stage.input):
+        return own
+    if ":tensor" not in stage.input:
+        own = operand_amax(_produce(stage, h, t.gamma, t.beta, mean, rstd), stage.input)
+    elif own is None:
+        own = ops.amax(h) if stage.activation is None else ops.activation_amax(h, stage.activation)
+    return stage.strategy.share_amax(own)
+
+
+def _fills_blocks(tokens: int, scheme: str) -> bool:
+    """Whether columnwise blocks end where this rank's tokens do."""
+    block = Scheme.parse(scheme).block
+    return block is None or tokens % block[1] == 0
+
+
+def _gather_operand(
+    strategy: Strategy, data: Tensor, scale: Tensor, amax: Tensor, scheme: str, dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One direction of a quantized tensor whose tokens (rows of the rowwise copy, columns of the columnwise one) are spread."""
+    if ":tensor" not in scheme:
+        scale = strategy.gather(scale, dim)
+    return strategy.gather(data, dim), scale, amax
+
+
+def _gather_gradient(stage: Stage, dy: Tensor, scale: Tensor | None) -> tuple[Buffers, Tensor]:
+    """The quantized gradient of all tokens, from this rank's dy [M/tp, N]; and the amax that this rank saw."""
+    strategy, scheme = stage.strategy, stage.grad
+    assert strategy is not None and scheme is not None
+    if not _fills_blocks(dy.shape[0], scheme):
+        q = Buffers(*ops.quantize(strategy.gather(dy), scheme, scale, None, True, True))
+        return q, q.rowwise_amax
+    amax = None if stage.delayed or not tensor_amax(scheme) else strategy.share_amax(operand_amax(dy, scheme))
+    per_tensor = ":tensor" in scheme
+    q = Buffers(*ops.quantize(dy, scheme, scale, amax, True, not per_tensor))
+    row = _gather_operand(strategy, q.rowwise_data, q.rowwise_scale_inv, q.rowwise_amax, scheme, 0)
+    if per_tensor:  # the bytes can be transposed: one gather serves dgrad and wgrad
+        return Buffers(row[0], row[1], row[0].t().contiguous(), row[1], row[2], q.columnwise_amax), q.rowwise_amax
+    col = _gather_operand(strategy, q.columnwise_data, q.columnwise_scale_inv, q.columnwise_amax, scheme, 1)
+    return Buffers(row[0], row[1], col[0], col[1], row[2], col[2]), q.rowwise_amax
+
+
 # ------------------------------------------------------------------------------------------------------------------ forward
 
 
@@ -160,23 +225,34 @@ def _forward_quantized(
     stage: Stage, h: Tensor, t: StageTensors, scale: Tensor | None, keep: bool
 ) -> tuple[Tensor, Saved, Tensor | None, Tensor]:
     """-> (output, saved, norm output if asked for, amax of the operand). keep: a backward pass will come."""
+    assert stage.input is not None
     mean, rstd, amax = _statistics(stage, h, t)
+    amax = _shared_amax(stage, h, t, mean, rstd, amax)
     norm_out = _produce(stage, h, t.gamma, t.beta, mean, rstd) if stage.return_norm else None
-    columnwise = keep and stage.backward == "quantized" and not stage.recompute
+    remake = stage.recompute or (gathers_input(stage.strategy) and not _fills_blocks(h.shape[0], stage.input))
+    columnwise = keep and stage.backward == "quantized" and not remake
     if norm_out is not None:  # it exists anyway: quantize the rounded tensor
         q = Buffers(*ops.quantize(norm_out, stage.input, scale, amax, True, columnwise))
     else:
         q = _produce_quantized(stage, h, t.gamma, t.beta, mean, rstd, scale, amax, True, columnwise)
+    row = (q.rowwise_data, q.rowwise_scale_inv, q.rowwise_amax)
+    if gathers_input(stage.strategy):
+        assert stage.strategy is not None
+        row = _gather_operand(stage.strategy, *row, stage.input, 0)
+    sums = stage.strategy is not None and stage.strategy.mode == "row"
     out = ops.scaled_mm(
-        q.rowwise_data, q.rowwise_scale_inv, q.rowwise_amax, t.row, t.row_scale, t.row_amax,
-        stage.input, stage.weight, t.bias, h.dtype, stage.split_fprop,
+        *row, t.row, t.row_scale, t.row_amax,
+        stage.input, stage.weight, None if sums else t.bias, h.dtype, stage.split_fprop,
     )  # fmt: skip
-    operand: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
+    if sums:
+        assert stage.strategy is not None
+        out = stage.strategy.reduce(out, t.bias)
+    operand: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, amax)
     if columnwise:
         operand = (q.columnwise_data, q.columnwise_scale_inv, q.columnwise_amax)
-    elif stage.backward == "dequantized" and not stage.recompute:
+    elif stage.backward == "dequantized" and not remake:
         operand = (q.rowwise_data, q.rowwise_scale_inv, q.rowwise_amax)
-    elif stage.backward == "high_precision" and not stage.recompute:
+    elif stage.backward == "high_precision" and not remake:
         operand = (norm_out if norm_out is not None else _produce(stage, h, t.gamma, t.beta, mean, rstd), None, None)
     if stage.backward == "quantized":
         w_operand = (t.col, t.col_scale, t.col_amax)
@@ -184,7 +260,7 @@ def _forward_quantized(
         w_operand = (t.row, t.row_scale, t.row_amax)
     else:
         w_operand = (t.weight, None, None)
-    needs_source = stage.norm is not None or stage.activation is not None or stage.recompute
+    needs_source = stage.norm is not None or stage.activation is not None or remake
     saved = Saved(h if needs_source else None, mean, rstd, t.gamma, t.beta, *operand, *w_operand)
     return out, saved, norm_out, q.rowwise_amax
 
@@ -193,7 +269,14 @@ def _forward_plain(stage: Stage, h: Tensor, t: StageTensors) -> tuple[Tensor, Sa
     """The same in the activation dtype; returns the operand in place of its amax."""
     mean, rstd, _ = _statistics(stage, h, t)
     operand = _produce(stage, h, t.gamma, t.beta, mean, rstd)
-    out = ops.mm(operand, t.weight, t.bias, h.dtype)
+    strategy = stage.strategy
+    if strategy is None:
+        out = ops.mm(operand, t.weight, t.bias, h.dtype)
+    elif strategy.mode == "row":
+        out = strategy.reduce(ops.mm(operand, t.weight, None, h.dtype), t.bias)
+    else:
+        whole = strategy.gather(operand) if strategy.sequence_parallel else operand
+        out = ops.mm(whole, t.weight, t.bias, h.dtype)
     needs_source = stage.norm is not None or stage.activation is not None
     saved = Saved(
         h if needs_source or stage.recompute else None, mean, rstd, t.gamma, t.beta,
@@ -217,26 +300,41 @@ class Gradient(NamedTuple):
 def _wgrad_operand(
     stage: Stage, s: Saved, scale: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The saved operand of wgrad, or a new one from the producer's input if the stage recomputes."""
-    if s.data is None and stage.backward == "quantized" and stage.input is not None:
+    """The operand of wgrad for all tokens: the saved one, or a new one from the producer's input if the stage recomputes."""
+    strategy = stage.strategy if gathers_input(stage.strategy) else None
+    if stage.input is None or stage.backward != "quantized":
+        operand = _high_precision_operand(stage, s, scale, dtype)
+        return (operand if strategy is None else strategy.gather(operand)), None, None
+    if s.data is not None:
+        col = (s.data, s.scale, s.amax)
+    else:
         assert s.source is not None
-        amax = None
+        if strategy is not None and not _fills_blocks(s.source.shape[0], stage.input):
+            whole = strategy.gather(_produce(stage, s.source, s.gamma, s.beta, s.mean, s.rstd))
+            q = Buffers(*ops.quantize(whole, stage.input, scale, None, False, True))
+            return q.columnwise_data, q.columnwise_scale_inv, q.columnwise_amax
         if stage.return_norm:
             h = _produce(stage, s.source, s.gamma, s.beta, s.mean, s.rstd)
-            q = Buffers(*ops.quantize(h, stage.input, scale, amax, False, True))
+            q = Buffers(*ops.quantize(h, stage.input, scale, s.amax, False, True))
         else:
-            q = _produce_quantized(stage, s.source, s.gamma, s.beta, s.mean, s.rstd, scale, amax, False, True)
-        return q.columnwise_data, q.columnwise_scale_inv, q.columnwise_amax
+            q = _produce_quantized(stage, s.source, s.gamma, s.beta, s.mean, s.rstd, scale, s.amax, False, True)
+        col = (q.columnwise_data, q.columnwise_scale_inv, q.columnwise_amax)
+    return col if strategy is None else _gather_operand(strategy, *col, stage.input, 1)  # type: ignore[arg-type]
+
+
+def _high_precision_operand(stage: Stage, s: Saved, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """This rank's operand [M, K] in high precision, for a stage that does not go back quantized."""
+    if s.data is not None and (stage.input is None or stage.backward == "high_precision"):
+        return s.data
     if stage.backward == "dequantized" and stage.input is not None:
+        row = (s.data, s.scale, s.amax)
         if s.data is None:
             assert s.source is not None
-            q = _produce_quantized(stage, s.source, s.gamma, s.beta, s.mean, s.rstd, scale, None, True, False)
-            return ops.dequantize(q.rowwise_data, q.rowwise_scale_inv, q.rowwise_amax, stage.input, dtype), None, None
-        return ops.dequantize(s.data, s.scale, s.amax, stage.input, dtype), None, None
-    if s.data is None:
-        assert s.source is not None
-        return _produce(stage, s.source, s.gamma, s.beta, s.mean, s.rstd), None, None
-    return s.data, s.scale, s.amax
+            q = _produce_quantized(stage, s.source, s.gamma, s.beta, s.mean, s.rstd, scale, s.amax, True, False)
+            row = (q.rowwise_data, q.rowwise_scale_inv, q.rowwise_amax)
+        return ops.dequantize(*row, stage.input, dtype)
+    assert s.source is not None
+    return _produce(stage, s.source, s.gamma, s.beta, s.mean, s.rstd)
 
 
 def _dgrad_operand(stage: Stage, s: Saved, dtype: torch.dtype) -> Tensor:
@@ -262,6 +360,8 @@ def _gemms(
     if stage.grad is None or stage.backward != "quantized":
         dy = grad.value
         assert dy is not None
+        if stage.strategy is not None and gathers_gradient(stage.strategy):
+            dy = stage.strategy.gather(dy)
         if needs_dgrad:
             dgrad = ops.mm(dy, _dgrad_operand(stage, s, activation_dtype).t(), None, activation_dtype)
         if needs_wgrad:
@@ -323,7 +423,10 @@ class _ChainFunction(torch.autograd.Function):
         ctx.bwd_scale, ctx.bwd_history = (bwd_scale, bwd_history) if delayed else (None, None)
         ctx.chain, ctx.accumulators = chain, accumulators
         ctx.weight_dtypes = tuple(flat[i * _PER_STAGE + 2].dtype for i in range(len(chain.stages)))
-        return (h, norm_out) if chain.stages[0].return_norm else h
+        first = chain.stages[0]
+        if first.gather_norm and norm_out is not None and first.strategy is not None:
+            norm_out = first.strategy.gather(norm_out)
+        return (h, norm_out) if first.return_norm else h
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, dnorm: Tensor | None = None) -> Any:
@@ -344,6 +447,7 @@ class _ChainFunction(torch.autograd.Function):
                     grad.column_sum if grad.column_sum is not None else ops.column_sum(grad.value)
                 )
             accumulate = ctx.accumulators[i] if ctx.accumulators is not None else None
+            strategy = stage.strategy
             weight_dtype = torch.float32 if accumulate is not None else ctx.weight_dtypes[i]
             needs_dgrad = i > 0 or ctx.needs_input_grad[3] or needs[0] or needs[1]
             dgrad, wgrad = _gemms(stage, s, grad, scale, (needs_dgrad, needs[2]), (dy.dtype, weight_dtype))
@@ -352,6 +456,10 @@ class _ChainFunction(torch.autograd.Function):
             grads[i * _PER_STAGE + 2] = wgrad
             if dgrad is None:
                 return None, None, None, None, *grads
+            if stage.gather_norm and dnorm is not None:  # of all tokens: it is summed with the rest
+                dgrad, dnorm = dgrad + dnorm, None
+            if strategy is not None and strategy.mode == "column":
+                dgrad = strategy.reduce(dgrad)
             if stage.norm is not None:
                 dgrad = dgrad if dnorm is None else dgrad + dnorm
                 dx, dgamma, dbeta = ops.norm_backward(
@@ -375,14 +483,37 @@ def _quantize_gradient(
     stage = chain.stages[i]
     if not _quantizes_gradient(stage):
         return grad
-    if grad.quantized is None:
+    if grad.quantized is not None:
+        amax = grad.quantized.rowwise_amax
+    else:
         scale = bwd_scale[2 * i : 2 * i + 1] if stage.delayed else None  # type: ignore[index]
-        q = Buffers(*ops.quantize(grad.value, stage.grad, scale, None, True, True))
+        q, amax = _quantized_gradient(stage, grad.value, scale)  # type: ignore[arg-type]
         grad = Gradient(grad.value, q, grad.column_sum)
     if stage.delayed:
-        assert grad.quantized is not None
-        ops.record_amax_(bwd_history, grad.quantized.rowwise_amax, 2 * i, chain.owner)
+        ops.record_amax_(bwd_history, amax, 2 * i, chain.owner)
     return grad
+
+
+def _quantized_gradient(stage: Stage, dy: Tensor, scale: Tensor | None) -> tuple[Buffers, Tensor]:
+    """(quantized gradient of all tokens, amax of what this rank has of it)."""
+    if gathers_gradient(stage.strategy):
+        return _gather_gradient(stage, dy, scale)
+    amax = None
+    if _shares_gradient_amax(stage):
+        assert stage.strategy is not None and stage.grad is not None
+        amax = stage.strategy.share_amax(operand_amax(dy, stage.grad))
+    q = Buffers(*ops.quantize(dy, stage.grad, scale, amax, True, True))
+    return q, q.rowwise_amax
+
+
+def _shares_gradient_amax(stage: Stage) -> bool:
+    return (
+        stage.strategy is not None
+        and spreads_output(stage.strategy)
+        and not stage.delayed
+        and stage.grad is not None
+        and tensor_amax(stage.grad)
+    )
 
 
 def _activation_backward(
@@ -391,7 +522,7 @@ def _activation_backward(
     """Through stage i's activation; straight into quantized form if the stage before takes it so."""
     name = chain.stages[i].activation
     before = chain.stages[i - 1] if i > 0 else None
-    if before is None or not _quantizes_gradient(before):
+    if before is None or not _quantizes_gradient(before) or _shares_gradient_amax(before):
         return Gradient(ops.activation_backward(dgrad, s.source, name))
     scale = bwd_scale[2 * (i - 1) : 2 * (i - 1) + 1] if before.delayed else None  # type: ignore[index]
     *q, column_sum = ops.activation_backward_quantize(

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ottava.kernels.cast import Buffers
-from ottava.nn.base import InitMethod, QuantizedModule, default_device
-from ottava.nn.core import Chain, Stage, StageTensors, refuse_double_backward
+from ottava.kernels.cast import Buffers, operand_amax
+from ottava.nn.base import InitMethod, QuantizedModule, default_device, join_meshes, linear_layouts
+from ottava.nn.core import Chain, Stage, StageTensors, refuse_double_backward, tensor_amax
 from ottava.nn.options import OverlapOptions, ParallelOptions, refuse_delayed_wgrad
+from ottava.nn.strategy import Strategy, local
 
 ops = torch.ops.ottava
 _PER_GROUP = len(StageTensors._fields)
@@ -27,7 +28,8 @@ class _GroupedFunction(torch.autograd.Function):
         groups = [StageTensors(*flat[g * _PER_GROUP : (g + 1) * _PER_GROUP]) for g in range(len(splits))]
         stage = chain.stages[0]
         parts = list(x.split(splits))
-        bias = [t.bias for t in groups] if groups[0].bias is not None else []
+        row = stage.strategy is not None and stage.strategy.mode == "row"
+        bias = [t.bias for t in groups] if groups[0].bias is not None and not row else []
         saved: list[Tensor | None] = []
         quantized_back = keep and stage.backward == "quantized"
         if stage.input is None:
@@ -37,7 +39,8 @@ class _GroupedFunction(torch.autograd.Function):
             q = []
             for g, part in enumerate(parts):
                 scale = fwd_scale[3 * g : 3 * g + 1] if stage.delayed else None
-                q.append(Buffers(*ops.quantize(part, stage.input, scale, None, True, quantized_back)))
+                amax = _shared_amax(stage, "row", stage.input, part)
+                q.append(Buffers(*ops.quantize(part, stage.input, scale, amax, True, quantized_back)))
                 if stage.delayed and chain.record:
                     ops.record_amax_(fwd_history, q[g].rowwise_amax, 3 * g, 0)
             out = ops.grouped_scaled_mm(
@@ -58,6 +61,8 @@ class _GroupedFunction(torch.autograd.Function):
             elif keep:  # "high_precision" or "dequantized": see [Note: three ways back] in core.py
                 saved += [_back_operand(stage, part, b) for part, b in zip(parts, q, strict=True)]
                 saved += [_back_weight(stage, t, x.dtype) for t in groups]
+        if row:
+            out = _reduced(stage, out, splits, [t.bias for t in groups])
         ctx.save_for_backward(*saved)
         ctx.bwd_scale, ctx.bwd_history = (
             (bwd_scale, bwd_history) if stage.delayed else (None, None)
@@ -87,6 +92,8 @@ class _GroupedFunction(torch.autograd.Function):
             dx, dw = _quantized_backward(
                 chain, parts, saved, bwd_scale, bwd_history, needs_dx, needs_dw, ctx.weight_dtype
             )
+        if dx is not None and stage.strategy is not None and stage.strategy.mode == "column":
+            dx = stage.strategy.reduce(dx)
         grads: list[Tensor | None] = [None] * (len(splits) * _PER_GROUP + 4)
         dws = list(dw.chunk(len(splits))) if dw is not None else [None] * len(splits)
         if ctx.accumulators is not None and dw is not None:
@@ -95,6 +102,22 @@ class _GroupedFunction(torch.autograd.Function):
             grads[g * _PER_GROUP + 2] = dws[g]
             grads[g * _PER_GROUP + 3] = ops.column_sum(parts[g]) if needs_db else None
         return None, None, None, None, dx, *grads
+
+
+def _shared_amax(stage: Stage, mode: str, scheme: str, part: Tensor) -> Tensor | None:
+    """The amax of a tensor that ranks of a `mode`-parallel layer hold parts of, if its scale depends on it."""
+    if stage.strategy is None or stage.strategy.mode != mode or stage.delayed or not tensor_amax(scheme):
+        return None
+    return stage.strategy.share_amax(operand_amax(part, scheme))
+
+
+def _reduced(stage: Stage, out: Tensor, splits: tuple[int, ...], biases: list[Tensor | None]) -> Tensor:
+    """Partial sums [M, N] summed over ranks, then each group's bias."""
+    assert stage.strategy is not None
+    out = stage.strategy.reduce(out)
+    if biases[0] is None:
+        return out
+    return torch.cat([(y.float() + b.float()).to(y.dtype) for y, b in zip(out.split(splits), biases) if b is not None])
 
 
 def _back_operand(stage: Stage, part: Tensor, q: Buffers) -> Tensor:
@@ -123,7 +146,9 @@ def _quantized_backward(
     q = []
     for g, part in enumerate(parts):
         scale = bwd_scale[2 * g : 2 * g + 1] if bwd_scale is not None else None
-        q.append(Buffers(*ops.quantize(part, stage.grad, scale, None, True, True)))
+        assert stage.grad is not None
+        amax = _shared_amax(stage, "column", stage.grad, part)
+        q.append(Buffers(*ops.quantize(part, stage.grad, scale, amax, True, True)))
         if stage.delayed:
             ops.record_amax_(bwd_history, q[g].rowwise_amax, 2 * g, chain.owner)
     x_data, x_scale, x_amax, w_data, w_scale, w_amax = (saved[i::6] for i in range(6))
@@ -176,6 +201,8 @@ class GroupedLinear(QuantizedModule):
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
         name: str | None = None,
+        tp_mesh: Any = None,
+        weight_mesh: Any = None,
     ) -> None:
         if num_gemms < 1:
             raise ValueError(f"num_gemms must be at least 1, got {num_gemms}.")
@@ -191,11 +218,31 @@ class GroupedLinear(QuantizedModule):
         self.use_bias, self.return_bias = bias, return_bias
         self.init_method = init_method
         self._gated_stages = (False,) * num_gemms
+        weight, vector = linear_layouts(parallel_mode)
         for g in range(num_gemms):
-            self.add_parameter(f"weight{g}", (out_features, in_features))
+            self.add_parameter(f"weight{g}", (out_features, in_features), layout=weight)
             if bias:
-                self.add_parameter(f"bias{g}", (out_features,))
+                self.add_parameter(f"bias{g}", (out_features,), layout=vector)
+        if self.parallel.size > 1:
+            self.divide_features(self.parallel.size)
         self.reset_parameters()
+        join_meshes(self, tp_group, tp_mesh, weight_mesh)
+
+    def divide_features(self, size: int) -> None:
+        """One rank's share of the features."""
+        if self.parallel.mode == "column":
+            self.out_features //= size
+        elif self.parallel.mode == "row":
+            self.in_features //= size
+
+    def strategy(self, index: int = 0) -> Strategy | None:
+        """One strategy for all groups. Their rows are counted by `m_splits`, so they cannot be spread over ranks."""
+        strategy = super().strategy(index)
+        if strategy is not None and strategy.sequence_parallel:
+            raise ValueError(
+                "GroupedLinear takes all tokens of its groups on every rank: sequence_parallel is not offered."
+            )
+        return strategy
 
     def reset_parameters(self) -> None:
         """Draws the weights anew, zeroes the biases and forgets delayed-scaling history."""
@@ -208,7 +255,7 @@ class GroupedLinear(QuantizedModule):
 
     def forward(self, inp: Tensor, m_splits: list[int], is_first_microbatch: bool | None = None) -> Any:
         """inp [..., in_features]; m_splits: rows of each group, adding up to all rows. Returns [..., out_features]."""
-        x = self.check_input(inp, self.in_features, self.weight0)
+        x = self.check_input(inp, self.in_features, local(self.weight0))
         rows = x.reshape(-1, self.in_features)
         if len(m_splits) != self.num_gemms or sum(m_splits) != rows.shape[0] or min(m_splits) < 0:
             raise ValueError(
@@ -216,14 +263,12 @@ class GroupedLinear(QuantizedModule):
                 f"(sum {sum(m_splits)})."
             )
         self.check_features(in_features=self.in_features, out_features=self.out_features)
-        chain, scale = self.prepare([Stage()] * self.num_gemms)
-        biases = (
-            [getattr(self, f"bias{g}") for g in range(self.num_gemms)] if self.use_bias else [None] * self.num_gemms
-        )
+        chain, scale = self.prepare([Stage(strategy=self.strategy())] * self.num_gemms)
+        biases = [self.parameter(f"bias{g}") if self.use_bias else None for g in range(self.num_gemms)]
         flat: list[Any] = []
         for g in range(self.num_gemms):
             bias = None if self.return_bias else biases[g]
-            weight = getattr(self, f"weight{g}")
+            weight = local(getattr(self, f"weight{g}"))
             flat += self.stage_tensors(chain, g, weight, bias, scale, is_first_microbatch, dtype=x.dtype)
         keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *flat))
         accumulators = (

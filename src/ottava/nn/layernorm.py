@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ottava.nn.base import default_device
 from ottava.nn.core import refuse_double_backward
+from ottava.nn.strategy import REPLICATED, Strategy, backend, local
 from ottava.quant.quantizer import check_float
 
 ops = torch.ops.ottava
@@ -45,6 +46,8 @@ class _Norm(nn.Module):
         zero_centered_gamma: bool = False,
         hidden_size: int | None = None,
         device: torch.device | str | None = None,
+        tp_mesh: Any = None,
+        weight_mesh: Any = None,
     ) -> None:
         super().__init__()
         shape = hidden_size if normalized_shape is None else normalized_shape
@@ -55,10 +58,35 @@ class _Norm(nn.Module):
         self.features = int(torch.Size(sizes).numel())
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
         self.sequence_parallel = sequence_parallel
+        self.spreads_heads = False
+        """Whether tensor-parallel ranks normalize different heads, so that each has a part of the gradient."""
+        self._strategy: Strategy | None = None
         options: dict[str, Any] = {"dtype": params_dtype or torch.get_default_dtype(), "device": default_device(device)}
         self.weight = nn.Parameter(torch.empty(sizes, **options))
         self.bias = nn.Parameter(torch.empty(sizes, **options)) if self.has_bias else None
         self.reset_parameters()
+        self.set_device_mesh(tp_mesh, weight_mesh)
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """The ranks over which tokens are spread (`sequence_parallel`): gradients are summed over them."""
+        self._strategy = backend().strategy("column", tp_group, self.sequence_parallel)
+
+    def set_device_mesh(self, tp_mesh: Any = None, weight_mesh: Any = None) -> None:
+        """Makes the parameters DTensors, whole on every rank of `tp_mesh`. weight_mesh: nothing is quantized here."""
+        if tp_mesh is None:
+            return
+        group = backend().group_of(tp_mesh)
+        for name, _ in list(self.named_parameters(recurse=False)):
+            backend().distribute(self, name, REPLICATED, tp_mesh, already_cut=False)
+        self.set_tensor_parallel_group(group)
+
+    def _parameter(self, parameter: Tensor | None) -> Tensor | None:
+        """What this rank multiplies with, flat."""
+        if parameter is None:
+            return None
+        value = local(parameter).reshape(-1)
+        partial = self._strategy is not None and (self.sequence_parallel or self.spreads_heads)
+        return self._strategy.replicated(value) if self._strategy is not None and partial else value
 
     def reset_parameters(self) -> None:
         """Gain 1 (stored as 0 if zero-centered), bias 0."""
@@ -80,8 +108,8 @@ class _Norm(nn.Module):
             )
         check_float(inp, f"The input of {type(self).__name__}")
         rows = inp.reshape(-1, self.features)
-        beta = None if self.bias is None else self.bias.reshape(-1)
-        y = _NormFunction.apply(rows, self.weight.reshape(-1), beta, self.kind, self.eps, self.zero_centered_gamma)
+        gamma, beta = self._parameter(self.weight), self._parameter(self.bias)
+        y = _NormFunction.apply(rows, gamma, beta, self.kind, self.eps, self.zero_centered_gamma)
         return y.reshape(inp.shape)
 
     def extra_repr(self) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ottava.nn.base import InitMethod, QuantizedModule, default_device
+from ottava.nn.base import InitMethod, QuantizedModule, default_device, join_meshes, linear_layouts
 from ottava.nn.core import Norm, Stage, run_chain
 from ottava.nn.options import (
     OverlapOptions,
@@ -62,9 +62,15 @@ class LayerNormLinear(QuantizedModule):
         symmetric_ar_type: str | None = None,
         name: str | None = None,
         recompute: str = "none",
+        tp_mesh: Any = None,
+        weight_mesh: Any = None,
     ) -> None:
         super().__init__(1, default_device(device), params_dtype, name)
         refuse_delayed_wgrad(delay_wgrad_compute)
+        if parallel_mode == "row":
+            raise ValueError(
+                "LayerNormLinear normalizes whole rows, which parallel_mode='row' would cut: use 'column'."
+            )
         self.parallel = ParallelOptions(tp_group, tp_size, sequence_parallel, parallel_mode, get_rng_state_tracker)
         self.overlap = OverlapOptions(
             ub_overlap_ag, False, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad, ub_name, symmetric_ar_type
@@ -74,7 +80,6 @@ class LayerNormLinear(QuantizedModule):
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
         self.use_bias, self.return_bias = bias, return_bias
         self.return_layernorm_output = return_layernorm_output
-        # With one rank the gathered output is the output: nothing more to do.
         self.return_layernorm_output_gathered = return_layernorm_output_gathered
         self.wgrad_accumulation = fuse_wgrad_accumulation
         self.recompute = check_recompute(recompute)
@@ -85,9 +90,18 @@ class LayerNormLinear(QuantizedModule):
         else:
             self.layer_norm_bias = None
         split = normalize_split(parameters_split, out_features)
-        self.weight_names = self.add_parameter("weight", (out_features, in_features), split)
-        self.bias_names = self.add_parameter("bias", (out_features,), split) if bias else []
+        weight, vector = linear_layouts(parallel_mode)
+        self.weight_names = self.add_parameter("weight", (out_features, in_features), split, weight)
+        self.bias_names = self.add_parameter("bias", (out_features,), split, vector) if bias else []
+        if self.parallel.size > 1:
+            self.divide_features(self.parallel.size)
         self.reset_parameters()
+        join_meshes(self, tp_group, tp_mesh, weight_mesh)
+
+    def divide_features(self, size: int) -> None:
+        """One rank's share of the features."""
+        if self.parallel.mode == "column":
+            self.out_features //= size
 
     def reset_parameters(self) -> None:
         """Draws the weights anew, resets gain and biases, and forgets delayed-scaling history."""
@@ -113,21 +127,29 @@ class LayerNormLinear(QuantizedModule):
         bias = self.joined(self.bias_names) if self.use_bias else None
         self.check_features(in_features=self.in_features, out_features=self.out_features)
         norm = Norm(self.normalization, self.eps, self.zero_centered_gamma)
-        chain, scale = self.prepare([Stage(norm, recompute=self.recompute, return_norm=self.return_layernorm_output)])
+        stage = Stage(
+            norm,
+            recompute=self.recompute,
+            return_norm=self.return_layernorm_output,
+            gather_norm=self.return_layernorm_output_gathered,
+            strategy=self.strategy(),
+        )
+        chain, scale = self.prepare([stage])
         tensors = self.stage_tensors(
             chain, 0, weight, None if self.return_bias else bias, scale, is_first_microbatch,
-            self.layer_norm_weight, self.layer_norm_bias, x.dtype,
+            self.parameter("layer_norm_weight", 0), self.parameter("layer_norm_bias", 0), x.dtype,
         )  # fmt: skip
         accumulate = self.accumulator(self.weight_names)
         out = run_chain(
             chain, x.reshape(-1, self.in_features), [tensors], self.state(scale), (accumulate,) if accumulate else None
         )
         y, norm_out = out if self.return_layernorm_output else (out, out)
-        result: tuple[Any, ...] = (y.reshape(*x.shape[:-1], self.out_features),)
+        result: tuple[Any, ...] = (y.reshape(self.output_shape(x.shape, self.out_features)),)
         if self.return_bias:
             result += (bias,)
         if self.return_layernorm_output:
-            result += (norm_out.reshape(x.shape),)
+            gathered = self.return_layernorm_output_gathered
+            result += (norm_out.reshape(self.output_shape(x.shape, self.in_features) if gathered else x.shape),)
         return result if len(result) > 1 else result[0]
 
     def extra_repr(self) -> str:

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ottava.nn.base import InitMethod, QuantizedModule, default_device
+from ottava.nn.base import InitMethod, QuantizedModule, default_device, join_meshes
 from ottava.nn.core import Norm, Stage, gated, run_chain
 from ottava.nn.options import OverlapOptions, ParallelOptions, check_norm, check_recompute, refuse_delayed_wgrad
+from ottava.nn.strategy import REPLICATED, Layout, local
 
 
 class LayerNormMLP(QuantizedModule):
@@ -65,6 +66,8 @@ class LayerNormMLP(QuantizedModule):
         name: str | None = None,
         checkpoint: bool = False,
         recompute: str = "none",
+        tp_mesh: Any = None,
+        weight_mesh: Any = None,
     ) -> None:
         super().__init__(2, default_device(device), params_dtype, name)
         refuse_delayed_wgrad(delay_wgrad_compute)
@@ -92,14 +95,42 @@ class LayerNormMLP(QuantizedModule):
         else:
             self.layer_norm_bias = None
         fc1_width = 2 * ffn_hidden_size if gated(activation) else ffn_hidden_size
-        self.add_parameter("fc1_weight", (fc1_width, hidden_size))
-        self.add_parameter("fc2_weight", (hidden_size, ffn_hidden_size))
+        fc1, fc2 = REPLICATED, REPLICATED
+        if set_parallel_mode:
+            fc1, fc2 = self._split_layouts()
+        self.add_parameter("fc1_weight", (fc1_width, hidden_size), layout=fc1)
+        self.add_parameter("fc2_weight", (hidden_size, ffn_hidden_size), layout=fc2)
         if bias:
-            self.add_parameter("fc1_bias", (fc1_width,))
+            self.add_parameter("fc1_bias", (fc1_width,), layout=fc1)
             self.add_parameter("fc2_bias", (hidden_size,))
         else:
             self.fc1_bias = self.fc2_bias = None
+        if self.parallel.size > 1:
+            self.divide_features(self.parallel.size)
         self.reset_parameters()
+        join_meshes(self, tp_group, tp_mesh, weight_mesh)
+
+    def _split_layouts(self) -> tuple[Layout, Layout]:
+        """Of fc1 (by rows; gate and up one by one) and of fc2 (by columns)."""
+        parts = (self.ffn_hidden_size,) * 2 if gated(self.activation) else ()
+        return Layout(0, parts), Layout(1)
+
+    @property
+    def modes(self) -> tuple[str | None, ...]:
+        """fc1 by columns of its output, fc2 by rows of its input."""
+        return (None, None) if self.parallel.mode is None else ("column", "row")
+
+    def set_parallel_mode(self) -> None:
+        """What the constructor's `set_parallel_mode` asks for, later: whole weights will be split by `set_device_mesh`."""
+        if self.parallel.mode is None:
+            self.parallel.mode = "column"
+            fc1, fc2 = self._split_layouts()
+            self.layouts.update({"fc1_weight": fc1, "fc1_bias": fc1, "fc2_weight": fc2})
+
+    def divide_features(self, size: int) -> None:
+        """One rank's share of the inner features."""
+        if self.parallel.mode is not None:
+            self.ffn_hidden_size //= size
 
     def reset_parameters(self) -> None:
         """Draws the weights anew, resets gain and biases, and forgets delayed-scaling history."""
@@ -114,21 +145,29 @@ class LayerNormMLP(QuantizedModule):
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """inp [..., hidden] -> output, or (output, bias), (output, norm output), (output, bias, norm output) as asked for."""
-        x = self.check_input(inp, self.hidden_size, self.fc1_weight)
+        fc1_weight, fc2_weight = local(self.fc1_weight), local(self.fc2_weight)
+        x = self.check_input(inp, self.hidden_size, fc1_weight)
         self.check_features(hidden_size=self.hidden_size, ffn_hidden_size=self.ffn_hidden_size)
         norm = Norm(self.normalization, self.eps, self.zero_centered_gamma)
         chain, scale = self.prepare(
             [
-                Stage(norm, recompute=self.recompute, return_norm=self.return_layernorm_output),
-                Stage(activation=self.activation, recompute=self.recompute),
+                Stage(
+                    norm,
+                    recompute=self.recompute,
+                    return_norm=self.return_layernorm_output,
+                    gather_norm=self.return_layernorm_output_gathered,
+                    strategy=self.strategy(0),
+                ),
+                Stage(activation=self.activation, recompute=self.recompute, strategy=self.strategy(1)),
             ]
         )
         fc1 = self.stage_tensors(
-            chain, 0, self.fc1_weight, self.fc1_bias, scale, is_first_microbatch,
-            self.layer_norm_weight, self.layer_norm_bias, x.dtype,
+            chain, 0, fc1_weight, self.parameter("fc1_bias"), scale, is_first_microbatch,
+            self.parameter("layer_norm_weight", 0), self.parameter("layer_norm_bias", 0), x.dtype,
         )  # fmt: skip
-        fc2_bias = None if self.return_bias else self.fc2_bias
-        fc2 = self.stage_tensors(chain, 1, self.fc2_weight, fc2_bias, scale, is_first_microbatch, dtype=x.dtype)
+        bias = self.parameter("fc2_bias", 1)
+        fc2_bias = None if self.return_bias else bias
+        fc2 = self.stage_tensors(chain, 1, fc2_weight, fc2_bias, scale, is_first_microbatch, dtype=x.dtype)
         accumulators = (
             (self.accumulator(["fc1_weight"]), self.accumulator(["fc2_weight"])) if self.wgrad_accumulation else None
         )
@@ -136,9 +175,10 @@ class LayerNormMLP(QuantizedModule):
         y, norm_out = out if self.return_layernorm_output else (out, out)
         result: tuple[Any, ...] = (y.reshape(x.shape),)
         if self.return_bias:
-            result += (self.fc2_bias,)
+            result += (bias,)
         if self.return_layernorm_output:
-            result += (norm_out.reshape(x.shape),)
+            gathered = self.return_layernorm_output_gathered
+            result += (norm_out.reshape(self.output_shape(x.shape, self.hidden_size) if gathered else x.shape),)
         return result if len(result) > 1 else result[0]
 
     def extra_repr(self) -> str:

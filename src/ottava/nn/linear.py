@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ottava.nn.base import InitMethod, QuantizedModule, default_device
+from ottava.nn.base import InitMethod, QuantizedModule, default_device, join_meshes, linear_layouts
 from ottava.nn.core import Stage, run_chain
 from ottava.nn.options import OverlapOptions, ParallelOptions, check_recompute, normalize_split, refuse_delayed_wgrad
 
@@ -53,6 +53,8 @@ class Linear(QuantizedModule):
         save_original_input: bool = False,
         name: str | None = None,
         recompute: str = "none",
+        tp_mesh: Any = None,
+        weight_mesh: Any = None,
     ) -> None:
         super().__init__(1, default_device(device), params_dtype, name)
         refuse_delayed_wgrad(delay_wgrad_compute)
@@ -60,15 +62,26 @@ class Linear(QuantizedModule):
         self.overlap = OverlapOptions(
             ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad, ub_name, symmetric_ar_type
         )
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features, self.out_features = in_features, out_features  # of this rank, once split over several
         self.use_bias, self.return_bias = bias, return_bias
         self.wgrad_accumulation = fuse_wgrad_accumulation
         self.recompute = check_recompute(recompute) or save_original_input
         self.init_method = init_method
         split = normalize_split(parameters_split, out_features)
-        self.weight_names = self.add_parameter("weight", (out_features, in_features), split)
-        self.bias_names = self.add_parameter("bias", (out_features,), split) if bias else []
+        weight, vector = linear_layouts(parallel_mode)
+        self.weight_names = self.add_parameter("weight", (out_features, in_features), split, weight)
+        self.bias_names = self.add_parameter("bias", (out_features,), split, vector) if bias else []
+        if self.parallel.size > 1:
+            self.divide_features(self.parallel.size)
         self.reset_parameters()
+        join_meshes(self, tp_group, tp_mesh, weight_mesh)
+
+    def divide_features(self, size: int) -> None:
+        """One rank's share of the features."""
+        if self.parallel.mode == "column":
+            self.out_features //= size
+        elif self.parallel.mode == "row":
+            self.in_features //= size
 
     def reset_parameters(self) -> None:
         """Draws the weights anew, zeroes the biases and forgets delayed-scaling history."""
@@ -95,17 +108,23 @@ class Linear(QuantizedModule):
             )
         weight = self.joined(self.weight_names)
         x = self.check_input(inp, self.in_features, weight)
-        bias = self.joined(self.bias_names) if self.use_bias else None
+        bias = self.row_bias() if self.use_bias else None
         self.check_features(in_features=self.in_features, out_features=self.out_features)
-        chain, scale = self.prepare([Stage(recompute=self.recompute)])
+        chain, scale = self.prepare([Stage(recompute=self.recompute, strategy=self.strategy())])
         tensors = self.stage_tensors(
             chain, 0, weight, None if self.return_bias else bias, scale, is_first_microbatch, dtype=x.dtype
         )
         accumulate = self.accumulator(self.weight_names)
         rows = x.reshape(-1, self.in_features)
         y = run_chain(chain, rows, [tensors], self.state(scale), (accumulate,) if accumulate else None)
-        y = y.reshape(*x.shape[:-1], self.out_features)
+        y = y.reshape(self.output_shape(x.shape, self.out_features))
         return (y, bias) if self.return_bias else y
+
+    def row_bias(self) -> Tensor:
+        """The bias; of a row-parallel layer with spread tokens its gradient is summed over ranks."""
+        bias, strategy = self.joined(self.bias_names), self.strategy()
+        spread = strategy is not None and strategy.sequence_parallel and strategy.mode == "row"
+        return strategy.replicated(bias) if strategy is not None and spread else bias
 
     def extra_repr(self) -> str:
         """Shown when a model is printed."""

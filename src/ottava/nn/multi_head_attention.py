@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -10,11 +10,13 @@ from torch import Tensor
 
 from ottava.nn import attention_mask as masks
 from ottava.nn.attention import FORMATS, DotProductAttention, check_heads
-from ottava.nn.base import InitMethod
+from ottava.nn.base import InitMethod, join_meshes
+from ottava.nn.layernorm import LayerNorm, RMSNorm
 from ottava.nn.layernorm_linear import LayerNormLinear
 from ottava.nn.linear import Linear
 from ottava.nn.qk_norm import qk_norms
 from ottava.nn.rotary import apply_rotary_pos_emb, split_qkv_rope
+from ottava.nn.strategy import Layout
 
 Freqs = Tensor | tuple[Tensor, Tensor]
 
@@ -85,6 +87,8 @@ class MultiheadAttention(torch.nn.Module):
         *,
         bottom_right_diagonal: bool | None = None,
         recompute: str = "none",
+        tp_mesh: Any = None,
+        weight_mesh: Any = None,
     ) -> None:
         super().__init__()
         self.attention_type = masks.one_of("attention_type", attention_type, ("self", "cross"))
@@ -98,7 +102,9 @@ class MultiheadAttention(torch.nn.Module):
         channels = kv_channels or head_channels(hidden_size, num_attention_heads)
         self.hidden_size = hidden_size
         self.num_attention_heads, self.num_gqa_groups = num_attention_heads, groups
-        self.heads_per_partition, self.groups_per_partition = num_attention_heads // tp_size, groups // tp_size
+        # Without set_parallel_mode every rank has all heads.
+        split = tp_size if set_parallel_mode else 1
+        self.heads_per_partition, self.groups_per_partition = num_attention_heads // split, groups // split
         self.hidden_size_per_attention_head = channels
         self.hidden_size_q, self.hidden_size_kv = channels * num_attention_heads, channels * groups
         self.input_layernorm, self.return_bias = input_layernorm, return_bias
@@ -149,7 +155,7 @@ class MultiheadAttention(torch.nn.Module):
             qkv_format=qkv_format,
             bottom_right_diagonal=bottom_right_diagonal,
             sequence_parallel=sequence_parallel,
-            tp_size=tp_size,
+            tp_size=split,
             get_rng_state_tracker=get_rng_state_tracker,
             layer_number=self.layer_number,
             attention_type=attention_type,
@@ -168,6 +174,39 @@ class MultiheadAttention(torch.nn.Module):
             name=_named(name, "proj"),
             **common,
         )
+        if set_parallel_mode:
+            self._spread_heads()
+        join_meshes(self, tp_group, tp_mesh, weight_mesh)
+
+    def _spread_heads(self) -> None:
+        """Tells the parts what ranks with different heads hold of them."""
+        if self.fuse_qkv_params and not self.qkv_weight_interleaved:  # [q | k | v]: each is split by itself
+            keys = (self.hidden_size_kv, self.hidden_size_kv)
+            if self.attention_type == "self":
+                _split_rows(self._input_projection(), (self.hidden_size_q, *keys))
+            else:
+                _split_rows(self.key_value, keys)
+        for norm in (self.q_norm, self.k_norm):
+            if isinstance(norm, LayerNorm | RMSNorm):
+                norm.spreads_heads = True
+
+    def _input_projection(self) -> LayerNormLinear | Linear:
+        """What makes queries (and, in self-attention, keys and values) from the input."""
+        if self.attention_type == "self":
+            return self.layernorm_qkv if self.input_layernorm else self.qkv
+        return self.layernorm_query if self.input_layernorm else self.query_layer
+
+    def set_parallel_mode(self) -> None:
+        """What the constructor's `set_parallel_mode` asks for, later: whole weights will be split by `set_device_mesh`."""
+        if self.proj.parallel.mode is not None:
+            return
+        column = [self._input_projection()] + ([self.key_value] if self.attention_type == "cross" else [])
+        for module in column:
+            module.parallel.mode = "column"
+            module.layouts.update({n: Layout(0) for n in [*module.weight_names, *module.bias_names]})
+        self.proj.parallel.mode = "row"
+        self.proj.layouts["weight"] = Layout(1)
+        self._spread_heads()
 
     def _make_qkv(self, into: dict[str, Any], norm: dict[str, Any]) -> None:
         """One projection for queries, keys and values."""
@@ -347,13 +386,37 @@ class MultiheadAttention(torch.nn.Module):
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Hands the group to the projections."""
-        hand_down(self, "set_tensor_parallel_group", tp_group)
+        for child in self._spread_children():
+            child.set_tensor_parallel_group(tp_group)
+
+    def set_device_mesh(self, tp_mesh: Any = None, weight_mesh: Any = None) -> None:
+        """Splits the heads over `tp_mesh` (constructed with `set_parallel_mode`; else every rank keeps all); see `Linear`'s."""
+        if tp_mesh is not None and self.proj.parallel.mode is not None and self.proj.parallel.size == 1:
+            check_heads(self.num_attention_heads, self.num_gqa_groups, tp_mesh.size())
+            self.heads_per_partition //= tp_mesh.size()
+            self.groups_per_partition //= tp_mesh.size()
+        for child in self._spread_children():
+            child.set_device_mesh(tp_mesh, weight_mesh)
+
+    def _spread_children(self) -> Iterator[Any]:
+        """The modules inside that have parameters or heads to spread."""
+        for child in self.children():
+            if hasattr(child, "set_device_mesh") and (
+                child is not self.core_attention or self.proj.parallel.mode is not None
+            ):
+                yield child
 
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
     ) -> None:
         """Only None is accepted: attention runs over whole sequences."""
         refuse_context_parallel(cp_group)
+
+
+def _split_rows(module: LayerNormLinear | Linear, parts: tuple[int, ...]) -> None:
+    """The rows of the projection are several matrices, which tensor parallelism splits one by one."""
+    for name in [*module.weight_names, *module.bias_names]:
+        module.layouts[name] = Layout(0, parts)
 
 
 def head_channels(hidden_size: int, heads: int) -> int:

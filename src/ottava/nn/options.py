@@ -45,6 +45,7 @@ class ParallelOptions:
 
     group: Any
     size: int
+    """Ranks that the parameters were cut for when the module was constructed. 1: they are whole, until a mesh cuts them."""
     sequence_parallel: bool
     mode: str | None
     get_rng_state_tracker: Any
@@ -52,10 +53,12 @@ class ParallelOptions:
     def __post_init__(self) -> None:
         if self.mode not in (None, "column", "row"):
             raise ValueError(f"parallel_mode must be None, 'column' or 'row', got {self.mode!r}.")
-        if self.size != 1:
-            raise ValueError(
-                f"tp_size={self.size}: this module runs in one process; tensor parallelism needs tp_size=1 until a mesh is set."
-            )
+        if self.group is not None:
+            self.size = self.group.size()
+        if not isinstance(self.size, int) or self.size < 1:
+            raise ValueError(f"tp_size must be a number of ranks, 1 or more, got {self.size!r}.")
+        if self.sequence_parallel and self.size > 1 and self.mode is None:
+            raise ValueError("sequence_parallel=True needs parallel_mode 'column' or 'row'.")
 
 
 @dataclass(frozen=True)

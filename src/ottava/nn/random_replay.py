@@ -1,4 +1,4 @@
-"""Recomputation with a random-state tracker: the second forward draws the numbers of the first."""
+"""Random-state trackers in modules: whose stream dropout draws from, and recomputation that draws the same numbers again."""
 
 from __future__ import annotations
 
@@ -22,3 +22,12 @@ def replayed(tracker: Any) -> tuple[contextlib.AbstractContextManager, contextli
             tracker.set_states(now)
 
     return contextlib.nullcontext(), again()
+
+
+def own_stream(tracker: Any, spread_tokens: bool) -> Any:
+    """`tracker` if dropout of what ranks hold different parts of has to fork it; None if a caller has done so already.
+
+    Ottava's tracker says whether it is forked. Of another library's it is not known: with sequence parallelism such callers fork
+    around the whole layer, without it they leave it to attention.
+    """
+    return None if getattr(tracker, "forked", spread_tokens) else tracker

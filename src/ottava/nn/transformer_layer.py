@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from ottava.nn.layernorm import LayerNorm, RMSNorm
 from ottava.nn.layernorm_mlp import LayerNormMLP
 from ottava.nn.multi_head_attention import Freqs, MultiheadAttention, hand_down, head_channels, refuse_context_parallel
 from ottava.nn.options import check_norm
+from ottava.nn.random_replay import own_stream
 
 
 class DropPath(torch.nn.Module):
@@ -122,6 +124,8 @@ class TransformerLayer(torch.nn.Module):
         bottom_right_diagonal: bool | None = None,
         enc_dec_bottom_right_diagonal: bool | None = None,
         recompute: str = "none",
+        tp_mesh: Any = None,
+        weight_mesh: Any = None,
     ) -> None:
         super().__init__()
         self.layer_type = masks.one_of("layer_type", layer_type, ("encoder", "decoder"))
@@ -131,6 +135,7 @@ class TransformerLayer(torch.nn.Module):
         self.window_size, self.enc_dec_window_size = window_size, enc_dec_window_size
         self.hidden_size, self.hidden_dropout = hidden_size, hidden_dropout
         self.layer_number, self.name = layer_number, name
+        self.get_rng_state_tracker, self.sequence_parallel = get_rng_state_tracker, sequence_parallel
         self.output_layernorm, self.parallel_attention_mlp = output_layernorm, parallel_attention_mlp
         self.apply_residual_connection_post_layernorm = apply_residual_connection_post_layernorm
         if not 0.0 <= hidden_dropout <= 1.0:
@@ -231,6 +236,9 @@ class TransformerLayer(torch.nn.Module):
                 zero_centered_gamma=zero_centered_gamma,
                 device=device,
             )
+            if tp_group is not None:
+                self.layernorm.set_tensor_parallel_group(tp_group)
+        self.set_device_mesh(tp_mesh, weight_mesh)
 
     def forward(
         self,
@@ -330,12 +338,23 @@ class TransformerLayer(torch.nn.Module):
         if bias is not None:
             x = x + bias.to(x.dtype)
         if self.training and self.hidden_dropout > 0.0:
-            x = F.dropout(x, p=self.hidden_dropout)
+            tracker = self.get_rng_state_tracker() if self.get_rng_state_tracker and self.sequence_parallel else None
+            tracker = None if tracker is None else own_stream(tracker, spread_tokens=True)
+            with contextlib.nullcontext() if tracker is None else tracker.fork():
+                x = F.dropout(x, p=self.hidden_dropout)
         return residual + (x if drop_path is None else drop_path(x))
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Hands the group to the modules inside."""
         hand_down(self, "set_tensor_parallel_group", tp_group)
+
+    def set_device_mesh(self, tp_mesh: Any = None, weight_mesh: Any = None) -> None:
+        """Spreads the parameters of the modules inside over meshes; see `Linear`'s. Splits need `set_parallel_mode`."""
+        hand_down(self, "set_device_mesh", tp_mesh, weight_mesh)
+
+    def set_parallel_mode(self) -> None:
+        """What the constructor's `set_parallel_mode` asks for, later: whole weights will be split by `set_device_mesh`."""
+        hand_down(self, "set_parallel_mode")
 
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"

@@ -1,0 +1,88 @@
+"""The collectives of tensor parallelism, on plain tensors. Every sum is taken in float32 and in order of rank.
+
+So the result does not depend on the backend's algorithm, is the same on every rank, and equals bit for bit what an overlapped
+schedule computes. The bytes on the wire are those of the ordinary collectives: a reduce-scatter is an exchange of parts, which are
+then summed here; an all-reduce is that and an all-gather.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 has new names for the collectives on one tensor and warns about the old ones, which are all that 2.11 has.
+_ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def size_of(group: Any) -> int:
+    """Ranks in the group; None is one rank."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def rank_of(group: Any) -> int:
+    """This process's place in the group."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+def all_gather(x: Tensor, group: Any, dim: int = 0) -> Tensor:
+    """The ranks' x [..., n, ...] behind one another along `dim`: [..., n * size, ...]. Any dtype."""
+    size = size_of(group)
+    if size == 1:
+        return x
+    part = x.contiguous()
+    whole = part.new_empty((size, *part.shape))
+    # Bytes: gloo does not know every dtype.
+    _ALL_GATHER(_bytes(whole), _bytes(part), group=group)
+    if dim == 0:
+        return whole.flatten(0, 1)
+    return whole.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def all_reduce_max(x: Tensor, group: Any) -> Tensor:
+    """MAX over ranks, element by element; a new tensor."""
+    if size_of(group) == 1:
+        return x
+    x = x.clone()
+    dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
+    return x
+
+
+def reduce_scatter(y: Tensor, group: Any, bias: Tensor | None = None) -> Tensor:
+    """This rank's rows [M/size, N] of the sum over ranks of y [M, N], plus bias [N]; rounded once to y's dtype."""
+    size = size_of(group)
+    if y.shape[0] % size:
+        raise ValueError(
+            f"Sequence parallelism splits {y.shape[0]} tokens over {size} ranks, which do not divide them: "
+            f"pad the sequence to {-(-y.shape[0] // size) * size} tokens."
+        )
+    y = y.contiguous()
+    received = torch.empty_like(y)
+    dist.all_to_all_single(_bytes(received), _bytes(y), group=group)
+    return _sum_in_order(received.unflatten(0, (size, -1)), bias)
+
+
+def all_reduce(y: Tensor, group: Any, bias: Tensor | None = None) -> Tensor:
+    """The sum over ranks of y [M, N], plus bias [N]; rounded once to y's dtype and equal on all ranks."""
+    size = size_of(group)
+    if size == 1:
+        return y if bias is None else (y.float() + bias.float()).to(y.dtype)
+    if y.shape[0] % size == 0:
+        return all_gather(reduce_scatter(y, group, bias), group)
+    return _sum_in_order(all_gather(y.unsqueeze(0), group), bias)  # few or odd rows: everyone sums everything
+
+
+def _sum_in_order(parts: Tensor, bias: Tensor | None) -> Tensor:
+    """parts [size, m, N] -> [m, N]: float32 additions in order of rank, then the bias, then one rounding."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    if bias is not None:
+        total = total + bias.float()
+    return total.to(parts.dtype)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.view(-1).view(torch.uint8)
