@@ -151,6 +151,46 @@ def test_in_reentrant_checkpoint() -> None:
     assert seen[:2] == [False, True] and not any(seen[2:])
 
 
+def test_saved_tensor_hooks_active() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    seen = []
+
+    def function(x: Tensor) -> Tensor:
+        seen.append(torch_private.saved_tensor_hooks_active())
+        return x.sin()
+
+    checkpoint(function, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+    with torch.autograd.graph.save_on_cpu():
+        function(torch.ones(2))
+    assert seen == [True, True, True] and not torch_private.saved_tensor_hooks_active()
+
+
+def test_fsdp1_replicas(tmp_path: Any) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        shard, replicas = torch.distributed.new_group([0]), torch.distributed.new_group([0])
+        for group, strategy, expected in (
+            ((shard, replicas), ShardingStrategy.HYBRID_SHARD, replicas),
+            (shard, ShardingStrategy.NO_SHARD, None),
+        ):
+            unit = FullyShardedDataParallel(
+                torch.nn.Linear(2, 2), process_group=group, sharding_strategy=strategy, device_id=torch.device("cpu")
+            )
+            assert torch_private.fsdp1_replicas(unit) is expected
+            assert unit.process_group is shard
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_storage_info_is_what_dcp_writes() -> None:
+    info = torch_private.storage_info("__0_0.distcp", 64, 100)
+    assert (info.relative_path, info.offset, info.length) == ("__0_0.distcp", 64, 100)
+    assert info.__reduce_ex__(4)[2] == {"relative_path": "__0_0.distcp", "offset": 64, "length": 100}
+
+
 def test_every_function_is_tested_here() -> None:
     functions = {
         name
@@ -170,5 +210,8 @@ def test_every_function_is_tested_here() -> None:
         "local_box",
         "in_reentrant_checkpoint",
         "local_tensor",
+        "saved_tensor_hooks_active",
+        "storage_info",
+        "fsdp1_replicas",
     }
     assert functions == tested, "add a test for what is new"

@@ -140,15 +140,21 @@ def test_modules_ottava_does_not_have_fail_clearly(te: ModuleType, name: str) ->
         importlib.import_module(name)
 
 
-def test_names_of_later_ottava_modules_are_forwarded(te: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_a_module_gains_later_are_forwarded(te: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     later = ModuleType("ottava.distributed")
 
-    def prepare_te_modules_for_fsdp() -> None: ...
+    def gather_everything() -> None: ...
 
-    prepare_te_modules_for_fsdp.__module__ = "ottava.distributed.fsdp"
-    later.prepare_te_modules_for_fsdp = prepare_te_modules_for_fsdp  # type: ignore[attr-defined]
+    gather_everything.__module__ = "ottava.distributed.later"
+    later.gather_everything = gather_everything  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "ottava.distributed", later)
-    assert te.distributed.prepare_te_modules_for_fsdp is prepare_te_modules_for_fsdp
+    assert te.distributed.gather_everything is gather_everything
+
+
+def test_the_helper_of_fsdp_is_found_where_scripts_look_for_it(te: ModuleType) -> None:
+    from transformer_engine.pytorch.distributed import prepare_te_modules_for_fsdp
+
+    assert prepare_te_modules_for_fsdp is ottava.distributed.prepare_te_modules_for_fsdp
 
 
 # --------------------------------------------------------------------------------------------------------- coming and going

@@ -1,7 +1,49 @@
-"""Many ranks, and what they share with one: plans and meshes, checks before a run, random streams, recomputation."""
+"""Many ranks, and what they share with one: plans and meshes, checks before a run, wrappers, random streams, recomputation."""
+
+from typing import TYPE_CHECKING, Any
 
 from ottava.distributed.plan import Meshes, ParallelPlan
-from ottava.distributed.random import CudaRNGStatesTracker
-from ottava.distributed.recompute import checkpoint
+from ottava.distributed.random import CudaRNGStatesTracker, model_parallel_seed
+from ottava.distributed.recompute import apply_recompute, checkpoint
+from ottava.distributed.tensor_parallel import Column, Row, split_tensors
 
-__all__ = ["CudaRNGStatesTracker", "Meshes", "ParallelPlan", "checkpoint"]
+if TYPE_CHECKING:
+    from ottava.distributed.fsdp import attach, refresh, shard_model
+    from ottava.distributed.fsdp1 import ddp, prepare_te_modules_for_fsdp, shard_model_fsdp1
+    from ottava.distributed.parallel_model import meshes_of, parallelize, prefetch_blocks
+
+__all__ = [
+    "Column",
+    "CudaRNGStatesTracker",
+    "Meshes",
+    "ParallelPlan",
+    "Row",
+    "apply_recompute",
+    "checkpoint",
+    "ddp",
+    "model_parallel_seed",
+    "prepare_te_modules_for_fsdp",
+    "attach",
+    "refresh",
+    "shard_model",
+    "meshes_of",
+    "parallelize",
+    "prefetch_blocks",
+    "split_tensors",
+    "shard_model_fsdp1",
+]
+
+# Where names live whose module imports torch's FSDP, which takes most of a second and `import ottava` does not need.
+_LATER = {
+    **dict.fromkeys(("ddp", "prepare_te_modules_for_fsdp", "shard_model_fsdp1"), "ottava.distributed.fsdp1"),
+    **dict.fromkeys(("attach", "refresh", "shard_model"), "ottava.distributed.fsdp"),
+    **dict.fromkeys(("meshes_of", "parallelize", "prefetch_blocks"), "ottava.distributed.parallel_model"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_LATER[name]), name)

@@ -1,8 +1,9 @@
-"""The collectives of tensor parallelism, on plain tensors. Every sum is taken in float32 and in order of rank.
+"""The collectives of tensor parallelism, on plain tensors. Every sum is taken in float32 and in a fixed order of ranks.
 
 So the result does not depend on the backend's algorithm, is the same on every rank, and equals bit for bit what an overlapped
-schedule computes. The bytes on the wire are those of the ordinary collectives: a reduce-scatter is an exchange of parts, which are
-then summed here; an all-reduce is that and an all-gather.
+schedule computes; and, for float32 on the CPU, what one process computes (`kernels/fixed_order.py`, [Note: sums by halves]). The
+bytes on the wire are those of the ordinary collectives: a reduce-scatter is an exchange of parts, which are then summed here; an
+all-reduce is that and an all-gather.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 # torch 2.13 has new names for the collectives on one tensor and warns about the old ones, which are all that 2.11 has.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -25,6 +27,22 @@ def size_of(group: Any) -> int:
 def rank_of(group: Any) -> int:
     """This process's place in the group."""
     return 0 if group is None else dist.get_rank(group)
+
+
+def process_group(group: Any) -> Any:
+    """The process group of a mesh dimension; a process group and None stay."""
+    if not isinstance(group, DeviceMesh):
+        return group
+    if group.ndim != 1:
+        raise ValueError(
+            f'group must be one dimension of the mesh, such as mesh["tp"]; got a mesh of {group.mesh_dim_names or group.ndim}.'
+        )
+    return group.get_group()
+
+
+def readable(x: Tensor) -> bool:
+    """Whether looking at values is possible and costs no wait for a GPU."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def all_gather(x: Tensor, group: Any, dim: int = 0) -> Tensor:
@@ -61,7 +79,7 @@ def reduce_scatter(y: Tensor, group: Any, bias: Tensor | None = None) -> Tensor:
     y = y.contiguous()
     received = torch.empty_like(y)
     dist.all_to_all_single(_bytes(received), _bytes(y), group=group)
-    return _sum_in_order(received.unflatten(0, (size, -1)), bias)
+    return _sum_by_halves(received.unflatten(0, (size, -1)), bias)
 
 
 def all_reduce(y: Tensor, group: Any, bias: Tensor | None = None) -> Tensor:
@@ -71,16 +89,16 @@ def all_reduce(y: Tensor, group: Any, bias: Tensor | None = None) -> Tensor:
         return y if bias is None else (y.float() + bias.float()).to(y.dtype)
     if y.shape[0] % size == 0:
         return all_gather(reduce_scatter(y, group, bias), group)
-    return _sum_in_order(all_gather(y.unsqueeze(0), group), bias)  # few or odd rows: everyone sums everything
+    return _sum_by_halves(all_gather(y.unsqueeze(0), group), bias)  # few or odd rows: everyone sums everything
 
 
-def _sum_in_order(parts: Tensor, bias: Tensor | None) -> Tensor:
-    """parts [size, m, N] -> [m, N]: float32 additions in order of rank, then the bias, then one rounding."""
-    total = parts[0].float()
-    for part in parts[1:]:
-        total = total + part.float()
-    if bias is not None:
-        total = total + bias.float()
+def _sum_by_halves(parts: Tensor, bias: Tensor | None) -> Tensor:
+    """parts [size, m, N] -> [m, N]: float32 additions, halves of the ranks first; then the bias, then one rounding."""
+    terms = [part.float() for part in parts]
+    while len(terms) > 1:
+        odd = terms[len(terms) // 2 * 2 :]
+        terms = [a + b for a, b in zip(terms[0::2], terms[1::2])] + odd
+    total = terms[0] if bias is None else terms[0] + bias.float()
     return total.to(parts.dtype)
 
 

@@ -1,7 +1,8 @@
 """FSDP2 with FP8 on the wire: torch's `fully_shard`, where the weights of Ottava's modules are gathered as bytes.
 
 The sharded parameter is the float32 (or bf16) master: any optimizer works on it and checkpoints hold it. Its FP8 copy is renewed
-once after each optimizer step, with one MAX all-reduce for the whole model (`gathered.py` has the tensors).
+once after each optimizer step, with one or two MAX all-reduces for the whole model. A model that was built inside
+`quantized_model_init` has FP8 bytes as its parameters instead, and its masters in `optimizers.FusedAdam`, which renews the bytes.
 
     shard_model(model, mesh, recipe)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -10,25 +11,29 @@ once after each optimizer step, with one MAX all-reduce for the whole model (`ga
         loss = model(x)
     loss.backward()
     optimizer.step()
+
+    sharded_weight.py   the parameter        wire_copy.py   its FP8 copy, and what travels
+    stored_shard.py     the same without a master          gathered.py   what comes out of the all-gather
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ottava import torch_private
-from ottava.distributed.gathered import Copy, ShardedWeight
+from ottava.distributed.sharded_weight import ShardedWeight
+from ottava.distributed.stored_shard import StoredShard
+from ottava.distributed.wire_copy import Joint, WireCopy, renew_copies
 from ottava.nn import GroupedLinear, LayerNormMLP, TransformerLayer
 from ottava.nn.base import QuantizedModule, feature_multiple
+from ottava.quant.delayed import DelayedState
 from ottava.quant.scheme import Scheme
 from ottava.quant.tensor import QuantizedTensor
 from ottava.recipe import DelayedScaling, Recipe
@@ -41,27 +46,37 @@ def shard_model(
     mesh: DeviceMesh,
     recipe: Recipe,
     *,
+    weight_mesh: DeviceMesh | None = None,
     reshard_after_forward: bool = True,
     mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
     blocks: Iterable[nn.Module] | None = None,
+    recomputed: Iterable[nn.Module] = (),
 ) -> nn.Module:
     """Shards `model` with torch's `fully_shard`, block by block and the root last; quantized weights travel as FP8 bytes.
 
-    mesh: one dimension to shard over, or (replicate, shard) for HSDP. recipe: that of the `autocast` the model will train under.
-    Outside `autocast` the gathered weights are dequantized. blocks: the modules that are gathered one at a time; by default the
-    `TransformerLayer`s, or what `ModuleList`s and `Sequential`s hold where there are none. Norms and biases stay as they are.
-    Works in place and returns the model. Every rank has to call it.
+    Works in place and returns the model. Every rank has to call it. Norms and biases stay as they are; outside `autocast` the
+    gathered weights are dequantized.
 
-        >>> mesh = ParallelPlan().meshes().dp
-        >>> shard_model(model, mesh, recipe.Float8CurrentScaling(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    mesh: one dimension to shard over, or (replicate, shard) for HSDP.
+    recipe: that of the `autocast` the model will train under.
+    weight_mesh: the ranks that hold parts of one weight and share its scale, `ParallelPlan(...).meshes().weight`; needed where
+        parameters are DTensors of a tensor-parallel mesh. By default those that `mesh` shards over.
+    reshard_after_forward: whether gathered weights are freed after forward. Weights with 1-D blocks (MXFP8,
+        Float8BlockScaling(w_block_scaling_dim=1), NVFP4 without 2-D blocks) always are: forward gathers their rowwise bytes, which
+        backward cannot use, and backward their columnwise ones. Do not call set_reshard_after_forward(False) on them.
+    mp_policy, offload_policy: as `fully_shard` takes them.
+    blocks: the modules that are gathered one at a time; by default the `TransformerLayer`s, or what `ModuleList`s and
+        `Sequential`s hold where there are none.
+    recomputed: modules whose forward runs again in backward (activation checkpointing). 1-D blocks are gathered in both
+        directions there, at about the bytes of bf16; other weights are gathered as always.
+
+        >>> meshes = ParallelPlan(tp=2).meshes()
+        >>> policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        >>> shard_model(model, meshes.dp, recipe.Float8CurrentScaling(), weight_mesh=meshes.weight, mp_policy=policy)
         >>> attach(optimizer, model)
     """
-    if not isinstance(mesh, DeviceMesh) or mesh.ndim not in (1, 2):
-        raise ValueError(
-            f"mesh must be a DeviceMesh (shard) or (replicate, shard), got {mesh!r}: ParallelPlan().meshes().dp is one."
-        )
-    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
-        raise ValueError("A mesh of replicas and shards needs names: init_device_mesh(..., mesh_dim_names=(...)).")
+    _check_meshes(model, mesh, weight_mesh)
     if not isinstance(reshard_after_forward, bool):
         raise ValueError(
             f"reshard_after_forward must be True or False, got {reshard_after_forward!r}: torch cannot reshard weights that are "
@@ -70,23 +85,26 @@ def shard_model(
     scheme = _wire_scheme(recipe)
     chosen = _default_blocks(model) if blocks is None else list(blocks)
     _wrap_weights(model, recipe, scheme)
-    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard_after_forward}
+    one_direction = not scheme.transposable and recipe.backward_override is None  # type: ignore[attr-defined]
+    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard_after_forward or one_direction}
     if mp_policy is not None:
         options["mp_policy"] = mp_policy
+    if offload_policy is not None:
+        options["offload_policy"] = offload_policy
     for block in chosen:
         if block is not model:
             fully_shard(block, **options)
     fully_shard(model, **options)
-    _bind(model, mesh)
+    _bind(model, mesh, weight_mesh, recipe, recomputed)
     model.register_load_state_dict_post_hook(lambda module, keys: refresh(module))
-    if not any(weight.is_meta for weight, _ in _weights(model)):
+    if not any(master.is_meta for master, _ in _weights(model)):
         refresh(model)
     return model
 
 
 @torch.no_grad()
 def refresh(model: nn.Module) -> None:
-    """Renews the FP8 copy of every sharded weight from its master: one MAX all-reduce, then local work.
+    """Renews the FP8 copy of every sharded weight from its master: one or two MAX all-reduces, then local work.
 
     `attach` calls it after each optimizer step and `model.load_state_dict` when it is done; call it yourself after changing or
     initializing masters in another way. Every rank has to call it.
@@ -98,23 +116,11 @@ def refresh(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # what is gathered now holds the old bytes
-    by_group: dict[Any, list[tuple[Tensor, Copy]]] = defaultdict(list)
-    for weight, copy in _weights(model):
-        if weight.is_meta:
+    weights = list(_weights(model))
+    for master, copy in weights:
+        if master.is_meta:
             raise ValueError(f"{copy.name} is on the meta device: call model.to_empty(...) and initialize it first.")
-        by_group[copy.group].append((weight, copy))
-    for group, weights in by_group.items():
-        flat = [copy.local_amax(master) for master, copy in weights]
-        sizes = [amax.numel() for amax in flat]
-        reduced = torch.cat(flat)
-        if dist.get_world_size(group) > 1:
-            dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=group)
-        amaxes = {copy: amax for (_, copy), amax in zip(weights, reduced.split(sizes), strict=True)}
-        for master, copy in weights:
-            amax = amaxes[copy]
-            if copy.scheme.block is None and len(copy.joint) > 1:
-                amax = torch.stack([amaxes[part] for part in copy.joint]).amax(dim=0)
-            copy.renew(master, amax)
+    renew_copies(weights)
 
 
 def attach(optimizer: torch.optim.Optimizer, model: nn.Module) -> Any:
@@ -128,82 +134,145 @@ def attach(optimizer: torch.optim.Optimizer, model: nn.Module) -> Any:
 # ------------------------------------------------------------------------------------------------------------------- pieces
 
 
-def _wire_scheme(recipe: Recipe) -> Scheme:
-    """How weights are quantized, if that can be gathered in one byte an element: the columnwise copy must be the transpose."""
-    scheme = Scheme.of(recipe, "weight")
-    if not scheme.transposable or scheme.stochastic:
+class Gemm(NamedTuple):
+    """The parameters that one GEMM multiplies by: several where one weight is split."""
+
+    path: str
+    module: QuantizedModule
+    number: int
+    """Which GEMM of the module."""
+    names: list[str]
+
+    def where(self, name: str) -> str:
+        """How error messages call the parameter `name`."""
+        return f"{self.path}.{name}" if self.path else name
+
+
+def _gemms(model: nn.Module) -> Iterator[Gemm]:
+    for path, module in model.named_modules():
+        if not isinstance(module, QuantizedModule):
+            continue
+        if isinstance(module, LayerNormMLP):
+            groups = [["fc1_weight"], ["fc2_weight"]]
+        elif isinstance(module, GroupedLinear):
+            groups = [[f"weight{g}"] for g in range(module.num_gemms)]
+        else:
+            groups = [list(module.weight_names)]  # type: ignore[arg-type]
+        for number, names in enumerate(groups):
+            yield Gemm(path, module, number, names)
+
+
+def _local(parameter: Any) -> Any:
+    """What this rank holds of a parameter: that of a DTensor, or the parameter itself."""
+    return torch_private.local_tensor(parameter) if isinstance(parameter, DTensor) else parameter
+
+
+def _check_meshes(model: nn.Module, mesh: DeviceMesh, weight_mesh: DeviceMesh | None) -> None:
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim not in (1, 2):
         raise ValueError(
-            f"shard_model cannot gather weights of {type(recipe).__name__} ({scheme}) as bytes: their columnwise copy is not the "
-            "transpose of the rowwise one. Use DelayedScaling, Float8CurrentScaling, Float8BlockScaling with "
-            "w_block_scaling_dim=2, or NVFP4BlockScaling with 2-D blocks without a Hadamard transform for weights; "
-            "or torch's own fully_shard, which gathers the high-precision weights."
+            f"mesh must be a DeviceMesh (shard) or (replicate, shard), got {mesh!r}: ParallelPlan().meshes().dp is one."
+        )
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise ValueError("A mesh of replicas and shards needs names: init_device_mesh(..., mesh_dim_names=(...)).")
+    if weight_mesh is not None and (not isinstance(weight_mesh, DeviceMesh) or weight_mesh.ndim != 1):
+        raise ValueError(
+            f"weight_mesh must be a DeviceMesh of one dimension, got {weight_mesh!r}: ParallelPlan(...).meshes().weight is one."
+        )
+    for path, module in model.named_modules():
+        children = list(module.modules())
+        if isinstance(module, FSDPModule) and any(isinstance(child, QuantizedModule) for child in children):
+            raise ValueError(
+                f"{path or 'The model'} is sharded already: shard_model takes modules that fully_shard has not seen."
+            )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1 and weight_mesh is None:
+            raise ValueError(
+                f"{name} is split over {parameter.device_mesh.size()} tensor-parallel ranks, and its scale is shared with them: pass "
+                "weight_mesh, the ranks of dp_shard x tp, such as ParallelPlan(...).meshes().weight."
+            )
+
+
+def _wire_scheme(recipe: Recipe) -> Scheme:
+    """How weights are quantized, if a rank can do so with its rows."""
+    scheme = Scheme.of(recipe, "weight")
+    if scheme.hadamard or scheme.stochastic:
+        raise ValueError(
+            f"shard_model cannot quantize weights as {scheme}: a Hadamard transform mixes rows of several ranks, and stochastic "
+            "rounding would differ between forward and backward. Use a recipe without them for weights."
         )
     return Scheme(**{**vars(scheme), "from_float32": False})
 
 
-def _weight_names(module: QuantizedModule) -> list[list[str]]:
-    """The weights of each GEMM of a module; several names where one weight is split into several parameters."""
-    if isinstance(module, LayerNormMLP):
-        return [["fc1_weight"], ["fc2_weight"]]
-    if isinstance(module, GroupedLinear):
-        return [[f"weight{g}"] for g in range(module.num_gemms)]
-    return [list(module.weight_names)]  # type: ignore[arg-type]
-
-
 def _wrap_weights(model: nn.Module, recipe: Recipe, scheme: Scheme) -> None:
+    """Puts a ShardedWeight in place of every weight; weights that are stored in FP8 stay."""
     wrapped: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay tied
-    for path, module in model.named_modules():
-        if not isinstance(module, QuantizedModule):
-            continue
-        for index, names in enumerate(_weight_names(module)):
-            _check_split(module, path, names, recipe, scheme)
-            copies: list[Copy] = []
-            for name in names:
-                parameter = getattr(module, name)
-                if parameter not in wrapped:
-                    where = f"{path}.{name}" if path else name
-                    _check_weight(parameter, where, recipe)
-                    state = module.delayed if isinstance(recipe, DelayedScaling) else None
-                    copies.append(Copy(where, scheme, tuple(parameter.shape), state, 3 * index + 1))
-                    weight = ShardedWeight(parameter.detach().contiguous(), copies[-1])
-                    wrapped[parameter] = nn.Parameter(weight, requires_grad=parameter.requires_grad)
-                setattr(module, name, wrapped[parameter])
-            for copy in copies:
-                copy.joint = copies
+    for gemm in _gemms(model):
+        _check_split(gemm, recipe, scheme)
+        for name in gemm.names:
+            parameter = getattr(gemm.module, name)
+            _check_weight(_local(parameter), gemm.where(name), recipe, scheme)
+            if isinstance(_local(parameter), QuantizedTensor):
+                continue
+            if parameter not in wrapped:
+                wrapped[parameter] = _wrapped(parameter, gemm.where(name), recipe, scheme)
+                wrapped[wrapped[parameter]] = wrapped[parameter]
+            setattr(gemm.module, name, wrapped[parameter])
+    for module in {id(gemm.module): gemm.module for gemm in _gemms(model)}.values():
         module.register_state_dict_post_hook(_plain_state)
 
 
-def _check_weight(parameter: nn.Parameter, where: str, recipe: Recipe) -> None:
-    if isinstance(parameter, QuantizedTensor):
-        raise ValueError(
-            f"{where} is stored in FP8 (quantized_model_init), but shard_model keeps high-precision masters: build the model "
-            "outside of quantized_model_init."
+def _wrapped(parameter: nn.Parameter, where: str, recipe: Recipe, scheme: Scheme) -> nn.Parameter:
+    local = _local(parameter).detach().contiguous()
+    quantized_backward = recipe.backward_override is None  # type: ignore[attr-defined]
+    weight: Tensor = ShardedWeight(local, WireCopy(where, scheme, tuple(local.shape), quantized_backward))
+    if isinstance(parameter, DTensor):
+        weight = DTensor.from_local(
+            weight,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
         )
-    if isinstance(parameter, DTensor | ShardedWeight):
-        raise ValueError(
-            f"{where} is sharded already ({type(parameter.data).__name__}): shard_model takes a model whose parameters are plain "
-            "tensors, without tensor parallelism."
-        )
+    return nn.Parameter(weight, requires_grad=parameter.requires_grad)
+
+
+def _check_weight(local: Tensor, where: str, recipe: Recipe, scheme: Scheme) -> None:
+    """local: the weight, or this rank's tensor-parallel part of it."""
+    if isinstance(local, QuantizedTensor):
+        if (local.scheme.format, local.scheme.block) != (scheme.format, scheme.block):
+            raise ValueError(
+                f"{where} is stored as {local.scheme}, but {type(recipe).__name__} multiplies by {scheme}: give shard_model the recipe "
+                "that quantized_model_init had."
+            )
+        return
     multiple = feature_multiple(recipe)
-    if parameter.shape[0] % multiple or parameter.shape[1] % multiple:
+    if local.shape[0] % multiple or local.shape[1] % multiple:
         raise ValueError(
-            f"{where} of shape {tuple(parameter.shape)} cannot be multiplied by {type(recipe).__name__}: both sizes must be "
+            f"{where} of shape {tuple(local.shape)} cannot be multiplied by {type(recipe).__name__}: both sizes must be "
             f"multiples of {multiple}."
         )
 
 
-def _check_split(module: QuantizedModule, path: str, names: list[str], recipe: Recipe, scheme: Scheme) -> None:
+def _rows_of_a_part(recipe: Recipe, scheme: Scheme) -> int:
+    """What the rows of each part of a split weight must be a multiple of, for its bytes to be those of the one matrix."""
+    if scheme.block is None:
+        return 1
+    return scheme.block[0] if recipe.backward_override is not None else max(scheme.block)  # type: ignore[attr-defined]
+
+
+def _check_split(gemm: Gemm, recipe: Recipe, scheme: Scheme) -> None:
     """A weight in several parameters is multiplied as one: its bytes have to be those of the one matrix."""
-    if len(names) == 1:
+    locals_ = [_local(getattr(gemm.module, name)) for name in gemm.names]
+    multiple = _rows_of_a_part(recipe, scheme)
+    if len(locals_) == 1 or isinstance(locals_[0], QuantizedTensor) or not any(w.shape[0] % multiple for w in locals_):
         return
-    whole_blocks = scheme.kind == "block" and all(getattr(module, name).shape[0] % 128 == 0 for name in names)
-    if not whole_blocks and not (scheme.kind == "tensor" and not isinstance(recipe, DelayedScaling)):
-        sizes = ", ".join(f"{name} {tuple(getattr(module, name).shape)}" for name in names)
-        raise ValueError(
-            f"{path or type(module).__name__} splits its weight into {sizes}, which {type(recipe).__name__} quantizes as one matrix: "
-            "shard_model cannot put FP8 parts of it together. Build it with one fused weight (fuse_qkv_params=True, or no "
-            "parameters_split), or with rows in multiples of 128 for Float8BlockScaling."
-        )
+    sizes = ", ".join(f"{name} {tuple(local.shape)}" for name, local in zip(gemm.names, locals_, strict=True))
+    raise ValueError(
+        f"{gemm.path or type(gemm.module).__name__} splits its weight into {sizes}, which {type(recipe).__name__} quantizes as one "
+        f"matrix in blocks of {multiple} rows: shard_model cannot put FP8 parts of it together. Build it with one fused weight "
+        f"(fuse_qkv_params=True, or no parameters_split), or with rows in multiples of {multiple}."
+    )
 
 
 def _default_blocks(model: nn.Module) -> list[nn.Module]:
@@ -218,29 +287,46 @@ def _default_blocks(model: nn.Module) -> list[nn.Module]:
     return [m for m in held if not isinstance(m, nn.ModuleList | nn.ModuleDict)]  # lists have no forward to gather for
 
 
-def _sharded(model: nn.Module) -> Iterator[tuple[DTensor, ShardedWeight]]:
+def _weights(model: nn.Module) -> Iterator[tuple[Tensor, WireCopy]]:
+    """(master, copy) of every sharded weight that has a master, in the same order on all ranks."""
     for parameter in model.parameters():
-        if isinstance(parameter, DTensor):
-            local = torch_private.local_tensor(parameter)
-            if isinstance(local, ShardedWeight):
-                yield parameter, local
+        local = _local(parameter)
+        if isinstance(local, ShardedWeight):
+            yield local.master, local.copy
 
 
-def _weights(model: nn.Module) -> Iterator[tuple[Tensor, Copy]]:
-    """(master, copy) of every sharded weight, in the same order on all ranks."""
-    for _, local in _sharded(model):
-        yield local.master, local.copy
+def _bind(
+    model: nn.Module, mesh: DeviceMesh, weight_mesh: DeviceMesh | None, recipe: Recipe, recomputed: Iterable[nn.Module]
+) -> None:
+    """Tells every copy where its rows lie, with whom it shares scales, and what it is multiplied together with."""
+    shard = mesh.ndim - 1
+    again = {id(module) for root in recomputed for module in root.modules()}
+    bound: set[int] = set()  # the copy of a tied weight belongs to the first module that has it
+    for gemm in _gemms(model):
+        locals_ = [_local(getattr(gemm.module, name)) for name in gemm.names]
+        copies = [local.copy for local in locals_]
+        for copy, name in zip(copies, gemm.names, strict=True):
+            if id(copy) not in bound:
+                copy.name, copy.gathers_both = gemm.where(name), False
+                weight_group = None if weight_mesh is None else weight_mesh.get_group()
+                copy.bind(
+                    mesh.get_local_rank(shard), mesh.size(shard), mesh.get_group(shard), weight_group, mesh.device_type
+                )
+            copy.gathers_both |= id(gemm.module) in again
+        if id(copies[0]) not in bound and _shares_scales(locals_, recipe):
+            state: DelayedState | None = gemm.module.delayed if isinstance(recipe, DelayedScaling) else None
+            joint = Joint(copies, None if isinstance(locals_[0], StoredShard) else state, 3 * gemm.number + 1)
+            for copy in copies:
+                copy.joint = joint
+        bound.update(map(id, copies))
 
 
-def _bind(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Tells every copy where its shard lies. Known only now: `fully_shard` decides it."""
-    shard_mesh = mesh.ndim - 1
-    for parameter, local in _sharded(model):
-        _, offset = torch_private.local_box(parameter)
-        rows = local.copy.shape[0]
-        local.copy.offset = (offset[0], offset[1])
-        local.copy.padded_rows = -(-rows // mesh.size(shard_mesh))
-        local.copy.group = mesh.get_group(shard_mesh)
+def _shares_scales(parts: list[ShardedWeight | StoredShard], recipe: Recipe) -> bool:
+    """Whether the parts of a weight are quantized as one matrix. Stored parts have a scale of the tensor each, as they were made."""
+    if isinstance(parts[0], ShardedWeight):
+        return True
+    scheme, multiple = parts[0].copy.scheme, _rows_of_a_part(recipe, parts[0].copy.scheme)
+    return len(parts) > 1 and scheme.kind in ("block", "mx") and all(p.copy.shape[0] % multiple == 0 for p in parts)
 
 
 def _plain_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

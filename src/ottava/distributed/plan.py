@@ -31,10 +31,6 @@ STRATEGIES = ("fsdp2", "fsdp1", "ddp", "none")
 RECOMPUTE = ("none", "selective", "full")
 OVERLAP = ("none", "bulk", "ring", "pipeline")
 
-# What this version can do of the names above. A plan that asks for more is refused, rather than run as something else.
-AVAILABLE_RECOMPUTE = ("none",)
-AVAILABLE_OVERLAP = ("none",)
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -75,7 +71,7 @@ class ParallelPlan:
     """Activations computed again in backward: "none", "selective" (all but the costly products), "full" (whole blocks)."""
 
     overlap: str = "none"
-    """How tensor-parallel communication hides under products: "none", "bulk", "ring", "pipeline"."""
+    """How tensor-parallel communication hides under products: "none", "bulk", "ring", "pipeline". Values stay the same."""
 
     param_dtype: torch.dtype = torch.bfloat16
     """Type in which parameters that are not quantized are gathered and used."""
@@ -92,6 +88,9 @@ class ParallelPlan:
     cpu_offload: bool = False
     """Whether the sharded parameters, their gradients and the optimizer's state lie in host memory between uses."""
 
+    sequence_parallel: bool = False
+    """Whether tp ranks also split the tokens between the layers: less memory for the same bytes on the wire. Needs tp > 1."""
+
     def __new__(cls, *args: Any, **kwargs: Any) -> ParallelPlan:
         """Refuses unknown keywords with the nearest name, which a dataclass by itself would not suggest."""
         names = [field.name for field in fields(cls)]
@@ -104,15 +103,15 @@ class ParallelPlan:
 
     def __post_init__(self) -> None:
         self._check_sizes()
-        _check_choice("strategy", self.strategy, STRATEGIES, STRATEGIES)
-        _check_choice("recompute", self.recompute, RECOMPUTE, AVAILABLE_RECOMPUTE)
-        _check_choice("overlap", self.overlap, OVERLAP, AVAILABLE_OVERLAP)
+        _check_choice("strategy", self.strategy, STRATEGIES)
+        _check_choice("recompute", self.recompute, RECOMPUTE)
+        _check_choice("overlap", self.overlap, OVERLAP)
         for name in ("param_dtype", "reduce_dtype"):
             if getattr(self, name) not in _DTYPES:
                 raise ValueError(
                     f"ParallelPlan: {name} must be one of {', '.join(map(str, _DTYPES))}, got {getattr(self, name)!r}."
                 )
-        for name in ("reshard_after_forward", "cpu_offload"):
+        for name in ("reshard_after_forward", "cpu_offload", "sequence_parallel"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"ParallelPlan: {name} must be True or False, got {getattr(self, name)!r}.")
         if not _is_count(self.prefetch) or self.prefetch < 0:
@@ -311,17 +310,10 @@ def _did_you_mean(name: Any, valid: Sequence[str] | dict[str, Any]) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
-def _check_choice(field: str, value: Any, known: Sequence[str], available: Sequence[str]) -> None:
-    if value in available:
-        return
-    names = ", ".join(repr(name) for name in available)
-    if value in known:
-        raise ValueError(
-            f"ParallelPlan: {field}={value!r} is not available in this version of Ottava. Available: {names}."
-        )
-    raise ValueError(
-        f"ParallelPlan: {field} must be one of {', '.join(repr(name) for name in known)}, got {value!r}.{_did_you_mean(value, known)}"
-    )
+def _check_choice(field: str, value: Any, known: Sequence[str]) -> None:
+    if value not in known:
+        names = ", ".join(repr(name) for name in known)
+        raise ValueError(f"ParallelPlan: {field} must be one of {names}, got {value!r}.{_did_you_mean(value, known)}")
 
 
 def _wrong_world_size(world_size: int, given: dict[str, int], product: int, left_open: list[str]) -> str:

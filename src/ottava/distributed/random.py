@@ -6,6 +6,7 @@ stream of its own, kept here by name, and the latter from torch's default stream
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -38,6 +39,8 @@ class CudaRNGStatesTracker:
     def __init__(self) -> None:
         self.states_: dict[str, Tensor] = {}
         self.seeds_: set[int] = set()
+        self.forked = False
+        """Whether numbers come from a named stream now."""
 
     def reset(self) -> None:
         """Forgets all streams."""
@@ -73,10 +76,32 @@ class CudaRNGStatesTracker:
         if name not in self.states_:
             known = ", ".join(self.states_) or "none"
             raise ValueError(f"There is no stream {name!r} (known: {known}): call add({name!r}, seed) first.")
-        before = _get()
+        before, outside = _get(), self.forked
         _set(self.states_[name])
+        self.forked = True
         try:
             yield
         finally:
             self.states_[name] = _get()
             _set(before)
+            self.forked = outside
+
+
+def model_parallel_seed(seed: int, tp_rank: int, dp_rank: int = 0) -> CudaRNGStatesTracker:
+    """Seeds torch's default stream, and returns a tracker with a "model-parallel-rng" stream.
+
+    The default stream is equal on all ranks of a tensor-parallel group, for dropout outside of tensor-parallel regions; the other
+    one differs between them, for dropout inside. Both differ between data-parallel ranks, if their `dp_rank` is given.
+
+        >>> tracker = model_parallel_seed(1234, tp_rank=meshes.tp.get_local_rank(), dp_rank=meshes.dp_rank)
+        >>> layer = ottava.TransformerLayer(64, 128, 4, get_rng_state_tracker=lambda: tracker)
+    """
+    torch.manual_seed(_derived(seed, "default", dp_rank))  # CPU and GPU
+    tracker = CudaRNGStatesTracker()
+    tracker.add(MODEL_PARALLEL, _derived(seed, MODEL_PARALLEL, dp_rank, tp_rank))
+    return tracker
+
+
+def _derived(*key: object) -> int:
+    """32 bits, which is what torch's CPU generator looks at. Sums such as seed + rank would meet those of other ranks and streams."""
+    return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:4], "little")

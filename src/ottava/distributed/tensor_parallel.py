@@ -13,11 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ottava import torch_private
 from ottava.distributed import collectives
+from ottava.nn import MultiheadAttention
 from ottava.nn import strategy as nn_strategy
+from ottava.nn.options import ParallelOptions
 from ottava.nn.strategy import Layout
 
-__all__ = ["Column", "Row"]
+__all__ = ["Column", "Row", "split_tensors"]
 
 
 class _TensorParallel:
@@ -121,3 +124,92 @@ class _Backend:
 
 
 nn_strategy.install(_Backend())
+
+
+# ----------------------------------------------------------------------------------------------------------- whole models
+
+
+def split_tensors(
+    model: nn.Module,
+    tp_mesh: DeviceMesh,
+    weight_mesh: DeviceMesh | None = None,
+    *,
+    sequence_parallel: bool | None = None,
+) -> nn.Module:
+    """Splits a model of whole layers over the ranks of `tp_mesh`, in place. Every parameter becomes a DTensor on it.
+
+    Transformer layers, attention, MLPs and the vocabulary are split; a `Linear` or `GroupedLinear` as its `parallel_mode` says.
+    Other modules keep all of their parameters on every rank and run as before. Parameters may be on the meta device.
+    sequence_parallel: True spreads the tokens between the layers over the ranks; the model's `VocabParallelEmbedding` and
+    `VocabParallelHead` scatter and gather them. None leaves it as the modules were constructed.
+
+        >>> split_tensors(model, meshes.tp, meshes.weight, sequence_parallel=True)
+    """
+    for module in model.modules():
+        if hasattr(module, "set_parallel_mode"):
+            module.set_parallel_mode()
+    if sequence_parallel is not None:
+        _set_sequence_parallel(model, sequence_parallel)
+    _split_below(model, tp_mesh, weight_mesh, path="")
+    return model
+
+
+def _split_below(module: nn.Module, tp_mesh: DeviceMesh, weight_mesh: DeviceMesh | None, path: str) -> None:
+    if hasattr(module, "set_device_mesh"):
+        module.set_device_mesh(tp_mesh, weight_mesh)
+        return
+    if any(True for _ in module.parameters(recurse=False)):
+        _replicate(module, tp_mesh, path)
+    for name, child in module.named_children():
+        _split_below(child, tp_mesh, weight_mesh, f"{path}.{name}".strip("."))
+
+
+def _set_sequence_parallel(model: nn.Module, on: bool) -> None:
+    """Every module that can spread its tokens, or not."""
+    from ottava.distributed.vocabulary import VocabParallelEmbedding
+
+    if on and not any(isinstance(m, VocabParallelEmbedding) for m in model.modules()):
+        raise ValueError(
+            f"sequence_parallel=True, but {type(model).__name__} has no VocabParallelEmbedding that would spread its tokens over the "
+            "ranks: use one (ottava.distributed.vocabulary), or leave sequence_parallel False."
+        )
+    per_head = {m for a in model.modules() if isinstance(a, MultiheadAttention) for m in (a.q_norm, a.k_norm)}
+    for module in model.modules():
+        options = getattr(module, "parallel", None)
+        if isinstance(options, ParallelOptions):
+            options.sequence_parallel = on and options.mode is not None
+        elif hasattr(module, "sequence_parallel") and module not in per_head:
+            module.sequence_parallel = on
+
+
+def _replicate(module: nn.Module, mesh: DeviceMesh, path: str) -> None:
+    """All parameters on every rank; a module of torch that computes with DTensors inside and plain tensors outside."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    names = [n for n, p in module.named_parameters(recurse=False) if not isinstance(p, DTensor)]
+    if not names:
+        return  # somebody, such as parallelize_module, has placed them
+    if any(True for _ in module.children()):
+        raise ValueError(
+            f"{path or type(module).__name__} holds the parameters {', '.join(names)} itself, beside other modules. Tensor parallelism "
+            "needs to see where they are used: move each into a module of its own, or place them with torch's distribute_tensor."
+        )
+    shared: dict[nn.Parameter, nn.Parameter] = vars(mesh).setdefault("_ottava_replicated", {})
+    for name in names:
+        whole = getattr(module, name)
+        if whole not in shared:
+            _Backend().distribute(module, name, nn_strategy.REPLICATED, mesh, already_cut=False)
+            shared[whole] = getattr(module, name)
+        setattr(module, name, shared[whole])  # tied parameters stay tied
+
+    def spread(x: Tensor) -> DTensor:
+        return x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+
+    def enter(_: nn.Module, args: Any) -> Any:
+        return torch_private.map_instances(Tensor, spread, args)
+
+    def leave(_: nn.Module, args: Any, output: Any) -> Any:
+        return torch_private.map_instances(DTensor, lambda t: t.to_local(), output)
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave)

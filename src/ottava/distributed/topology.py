@@ -31,10 +31,10 @@ log = logging.getLogger("ottava")
 
 # What tp divides, and the names under which model configurations have it. The first is TransformerEngine's, which ours is too.
 _DIVIDED_BY_TP = {
-    "heads": ("num_attention_heads", "num_heads", "n_heads", "n_head"),
-    "kv heads": ("num_gqa_groups", "num_key_value_heads", "num_kv_heads", "n_kv_heads"),
+    "heads": ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads"),
+    "kv heads": ("num_gqa_groups", "num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads"),
     "ffn": ("ffn_hidden_size", "intermediate_size", "ffn_dim"),
-    "vocabulary": ("vocab_size", "vocabulary_size", "padded_vocab_size"),
+    "vocabulary": ("padded_vocab_size", "vocab_size", "vocabulary_size"),
 }
 
 

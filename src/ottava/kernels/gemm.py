@@ -28,7 +28,7 @@ ALIGNMENT = 16  # bytes: cuBLASLt's FP8 products want every row of an operand to
 def _by_blocks_of_128(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, a_scheme: Scheme, b_scheme: Scheme
 ) -> Tensor:
-    """A float32 partial product for each 128-wide slice of k, times both scales, added in order of k."""
+    """A float32 partial product for each 128-wide slice of k, times both scales, added by halves (see `fixed_order`)."""
     m, k = a.shape
     n = b.shape[0]
 
@@ -37,11 +37,19 @@ def _by_blocks_of_128(
         return scale if scheme.block[0] == 1 else scale.repeat_interleave(scheme.block[0], dim=0)[:rows]
 
     a_rows, b_rows = per_row(a_scale, a_scheme, m), per_row(b_scale, b_scheme, n)
-    out = a.new_zeros(m, n)
-    for j, start in enumerate(range(0, k, 128)):
-        partial = matmul(a[:, start : start + 128], b[:, start : start + 128].t())
-        out += partial * (a_rows[:, j, None] * b_rows[None, :, j])
-    return out
+
+    def slices(first: int, last: int) -> Tensor:
+        if (last - first) % 2 == 0:
+            middle = (first + last) // 2
+            return slices(first, middle).add_(slices(middle, last))
+        out = a.new_zeros(m, n)
+        for j in range(first, last):
+            part = slice(128 * j, 128 * (j + 1))
+            out += matmul(a[:, part], b[:, part].t()) * (a_rows[:, j, None] * b_rows[None, :, j])
+        return out
+
+    count = -(-k // 128)
+    return slices(0, count) if count else a.new_zeros(m, n)
 
 
 def _emulate(
@@ -57,7 +65,7 @@ def _emulate(
     """float32 [m, n]."""
     a32, b32 = unpack(a, a_scheme), unpack(b, b_scheme)
     if a_scheme.kind == "tensor":
-        return matmul(a32, b32.t()) * (a_scale * b_scale)
+        return _scaled_product(a32, b32, a_scale, b_scale)
     if a_scheme.kind == "block":
         return _by_blocks_of_128(a32, a_scale, b32, b_scale, a_scheme, b_scheme)
     if a_scheme.kind == "mx":
@@ -66,7 +74,14 @@ def _emulate(
         return _exact_product(a32, b32)
     a32 = a32 * expand_scale(a_scale.view(torch.float8_e4m3fn).float(), a_scheme, a32.shape)
     b32 = b32 * expand_scale(b_scale.view(torch.float8_e4m3fn).float(), b_scheme, b32.shape)
-    return _exact_product(a32, b32) * (nvfp4_tensor_scale(a_amax) * nvfp4_tensor_scale(b_amax))
+    return _scaled_product(a32, b32, nvfp4_tensor_scale(a_amax), nvfp4_tensor_scale(b_amax))
+
+
+def _scaled_product(a32: Tensor, b32: Tensor, a_scale: Tensor, b_scale: Tensor) -> Tensor:
+    """A @ B.T times both scales. On the CPU the operands are scaled, so that partial products of ranks add up to the whole one's bits."""
+    if a32.is_cuda:
+        return _exact_product(a32, b32) * (a_scale * b_scale)
+    return matmul(a32 * a_scale, (b32 * b_scale).t())
 
 
 def _exact_product(a32: Tensor, b32: Tensor) -> Tensor:

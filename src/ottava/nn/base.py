@@ -121,6 +121,11 @@ class QuantizedModule(nn.Module):
         """Tensor-parallel ranks that the parameters are cut for."""
         return self.parallel.size
 
+    @property
+    def tp_rank(self) -> int:
+        """This process's place among them."""
+        return 0 if self.parallel.group is None else self.parallel.group.rank()
+
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Runs the collectives over `tp_group`. The module must have been constructed with tp_size=tp_group.size()."""
         size = 1 if tp_group is None else tp_group.size()

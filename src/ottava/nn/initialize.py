@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from ottava import torch_private
+from ottava.nn.strategy import REPLICATED, Layout
 from ottava.quant.delayed import DelayedState
 
 SLAB_ROWS = 64
@@ -141,6 +142,9 @@ class Part:
     method: Any
     shape: tuple[int, ...]
     start: tuple[int, ...]
+    layout: Layout = REPLICATED
+    """How `ranks` tensor-parallel ranks split the matrix, where that is not row after row: see `Layout.pieces`."""
+    ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -357,11 +361,24 @@ def _materialize_one(
             )
         if parameter.is_meta:
             become_(parameter, _empty_like(parameter, _device_of(parameter, device)))
-        draw_(parameter, full_name, values[name], seed)
+        draw_(parameter, full_name, _placed(module, name, parameter, values[name]), seed)
     for name, buffer in buffers.items():
         module._buffers[name] = torch.empty_like(buffer, device=_device_of(buffer, device))
     with torch.no_grad():
         reset_buffers()
+
+
+def _placed(module: Any, name: str, parameter: Tensor, method: Any) -> Any:
+    """`method`, with what the module knows about how tensor parallelism has split the parameter."""
+    layout = getattr(module, "layouts", {}).get(name)
+    size = getattr(module, "tp_size", 1)
+    if layout is None or layout.dim is None or size == 1 or isinstance(method, Part):
+        return method
+    shape, start = list(parameter.shape), [0] * parameter.dim()
+    if not _is_dtensor(parameter):  # this rank's part; a DTensor says itself where it lies
+        start[layout.dim] = module.tp_rank * shape[layout.dim]
+        shape[layout.dim] *= size
+    return Part(method, tuple(shape), tuple(start), layout, size)
 
 
 def draw_(parameter: Tensor, name: str, method: Any = None, seed: int = 0) -> None:
@@ -370,28 +387,34 @@ def draw_(parameter: Tensor, name: str, method: Any = None, seed: int = 0) -> No
     >>> weight = torch.nn.Parameter(torch.empty(8, 4))
     >>> draw_(weight, "head.weight", Normal(std=0.02))
     """
-    method = as_method(method)
-    shape, start = tuple(parameter.shape), [0] * parameter.dim()
-    if isinstance(method, Part):
-        shape, start, method = method.shape, list(method.start), as_method(method.method)
-        if len(shape) != parameter.dim() or any(s + n > full for s, n, full in zip(start, parameter.shape, shape)):
-            raise ValueError(
-                f"{name} of shape {tuple(parameter.shape)} starting at {tuple(start)} does not lie inside its full shape {shape}."
-            )
-    local: Tensor = parameter
+    part = as_method(method)
+    if not isinstance(part, Part):
+        part = Part(part, tuple(parameter.shape), (0,) * parameter.dim())
+    start, held, local = list(part.start), tuple(parameter.shape), parameter
     with torch.no_grad():
         if _is_dtensor(parameter):
-            _, offset = torch_private.local_box(parameter)
+            held, offset = torch_private.local_box(parameter)
             start = [a + b for a, b in zip(start, offset)]
             local = parameter.to_local()  # type: ignore[attr-defined]
-        if isinstance(method, _Given):
-            local.copy_(method.tensor[tuple(slice(s, s + n) for s, n in zip(start, local.shape))])
-        elif type(local) in (Tensor, nn.Parameter):
-            _draw_into(local.detach(), name, shape, method, seed, start)
-        elif local.numel():  # a subclass, such as a quantized tensor, takes its whole value at once
-            values = torch.empty(local.shape, dtype=torch.float32, device="cpu")
-            _draw_into(values, name, shape, method, seed, start)
+        if len(part.shape) != parameter.dim() or any(s + n > full for s, n, full in zip(start, held, part.shape)):
+            raise ValueError(
+                f"{name} of shape {held} starting at {tuple(start)} does not lie inside its full shape {part.shape}."
+            )
+        plain = type(local) in (Tensor, nn.Parameter)
+        # A subclass, such as a quantized tensor, takes its whole value at once.
+        values = local.detach() if plain else torch.empty(held, dtype=torch.float32, device="cpu")
+        for piece in part.layout.pieces(start, held, part.ranks):
+            _fill_box(piece.of(values), name, part.shape, as_method(part.method), seed, list(piece.start))
+        if not plain and local.numel():
             local.copy_(values.to(local.device))
+
+
+def _fill_box(out: Tensor, name: str, shape: tuple[int, ...], method: Any, seed: int, start: list[int]) -> None:
+    """The box of the full matrix that starts at `start`: drawn, or cut from values that are given."""
+    if isinstance(method, _Given):
+        out.copy_(method.tensor[tuple(slice(s, s + n) for s, n in zip(start, out.shape))])
+    else:
+        _draw_into(out, name, shape, method, seed, start)
 
 
 @torch.no_grad()

@@ -97,6 +97,14 @@ class Layout:
         own = [m.narrow(self.dim, rank * (m.shape[self.dim] // size), m.shape[self.dim] // size) for m in matrices]
         return torch.cat(own, self.dim) if len(own) > 1 else own[0]
 
+    def join(self, by_rank: Tensor, size: int) -> Tensor:
+        """The whole parameter from what `size` ranks hold, behind one another along `dim`: the inverse of `cut`."""
+        if self.dim is None or not self.parts or size == 1:
+            return by_rank
+        own = [n // size for n in self.parts]
+        held = [rank.split(own, self.dim) for rank in by_rank.chunk(size, self.dim)]
+        return torch.cat([rank[i] for i in range(len(own)) for rank in held], self.dim)
+
     def pieces(self, start: Sequence[int], shape: Sequence[int], size: int) -> list[Piece]:
         """Where a box of the parameter lies in the whole, as one process would hold it.
 

@@ -65,14 +65,15 @@ class DelayedState(nn.Module):
         self.used = False
         self.recipe: DelayedScaling | None = None
         self.group: Any = None
+        """What the last `autocast` was given as amax_reduction_group."""
+        self.data_groups: tuple[Any, ...] = ()
+        """Where `autocast` was given no group: amax is reduced over these, one after the other; empty: over all ranks."""
         self.id = _next_id()
         _BY_ID[self.id] = self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **self.__dict__,
-            "group": None,
-        }  # process groups are handles of this process; the next forward sets it again
+        # Process groups are handles of this process. The next forward sets `group` again; who copies a model wraps it anew.
+        return {**self.__dict__, "group": None, "data_groups": ()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -87,6 +88,10 @@ class DelayedState(nn.Module):
             return moved if moved.dtype == t.dtype else t.to(moved.device)
 
         return super()._apply(move, recurse)
+
+    def reset_parameters(self) -> None:
+        """`reset`, by the name that FSDP calls on every module whose tensors it has moved off the meta device."""
+        self.reset()
 
     def forget_this_step(self) -> None:
         """Drops what the forward pass has recorded since the last update."""
@@ -202,12 +207,14 @@ def _reduce_amax(states: list[DelayedState], forward: bool) -> None:
     """MAX over each group, one collective a group for all its states."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
-    by_group: dict[Any, list[Tensor]] = defaultdict(list)
+    by_groups: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
     for state in states:
-        by_group[state.group].append((state.fwd_amax_history if forward else state.bwd_amax_history)[0])
-    for group, rows in by_group.items():
+        groups = (state.data_groups or (None,)) if state.group is None else (state.group,)
+        by_groups[groups].append((state.fwd_amax_history if forward else state.bwd_amax_history)[0])
+    for groups, rows in by_groups.items():
         flat = torch.cat(rows)
-        torch.distributed.all_reduce(flat, op=torch.distributed.ReduceOp.MAX, group=group)
+        for group in groups:  # a MAX over rows and then over columns of a mesh is the MAX over the mesh
+            torch.distributed.all_reduce(flat, op=torch.distributed.ReduceOp.MAX, group=group)
         for row, reduced in zip(rows, flat.split([r.numel() for r in rows]), strict=True):
             row.copy_(reduced)
 

@@ -12,7 +12,8 @@ detaching, cloning, flattening for torch.compile, slicing, printing) is written 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,6 +37,16 @@ _COLUMNWISE = ("columnwise_data", "columnwise_scale_inv", "columnwise_amax")
 aten = torch.ops.aten
 
 
+@dataclass(eq=False)
+class Stack:
+    """A matrix of which several QuantizedTensors hold the rows, quantized as one: what `stack` need not put together."""
+
+    rows: tuple[int, ...]
+    """Of each part, in order."""
+    buffers: dict[str, Tensor]
+    """Buffers of the whole that exist already: a scale that all parts share, columnwise bytes that lie in one memory."""
+
+
 class QuantizedTensor(torch.Tensor):
     """Bytes, scales and a scheme that behave like the tensor of dtype `dtype` they stand for.
 
@@ -47,6 +58,8 @@ class QuantizedTensor(torch.Tensor):
     _parts: dict[str, Tensor]
     _is_slice: bool = False
     """It shares bytes or scales with a larger tensor."""
+    _part_of: tuple[Stack, int] | None = None
+    """The matrix that it holds rows of, and which part of it."""
 
     @staticmethod
     def __new__(
@@ -166,6 +179,19 @@ class QuantizedTensor(torch.Tensor):
                 self._parts[name].copy_(tensor)
         return self
 
+    def is_quantization_of(self, value: Tensor) -> bool:
+        """Whether quantizing `value` gives these bytes and scales."""
+        fresh = self.detach().clone().requantize_(value)  # type: ignore[attr-defined]
+        return all(
+            torch.equal(fresh._parts[name], tensor) for name, tensor in self._parts.items() if "amax" not in name
+        )
+
+    @classmethod
+    def requantize_together_(cls, tensors: Sequence[QuantizedTensor], sources: Sequence[Tensor]) -> None:
+        """tensors[i].requantize_(sources[i]) for all i. Tensors that share scales with other ranks reduce all of them at once."""
+        for tensor, source in zip(tensors, sources, strict=True):
+            tensor.requantize_(source)
+
     def __setitem__(self, index: Any, value: Any) -> None:
         raise ValueError(
             "A part of a QuantizedTensor cannot be assigned: change a high-precision copy and copy_() it in whole."
@@ -218,12 +244,17 @@ class QuantizedTensor(torch.Tensor):
             result = handler(func, *args, **kwargs)
             if result is not NotImplemented:
                 return result
+        return cls._by_values(func, args, kwargs)
+
+    @classmethod
+    def _by_values(cls, func: Any, args: tuple, kwargs: dict) -> Any:
+        """The op on dequantized values; raises if it would write into a quantized tensor."""
         if _writes_quantized(func, args, kwargs):
             raise ValueError(
                 f"{func} would write into a QuantizedTensor, whose value changes only through copy_(): "
                 "update a high-precision master and copy it in (ottava.optimizers.FusedAdam does), or dequantize() first."
             )
-        args, kwargs = torch_private.map_instances(QuantizedTensor, QuantizedTensor._values, (args, kwargs))
+        args, kwargs = torch_private.map_instances(QuantizedTensor, lambda q: q._values(), (args, kwargs))
         return func(*args, **kwargs)
 
     def _map(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> QuantizedTensor:
@@ -259,14 +290,29 @@ class _Dequantize(torch.autograd.Function):
 
 
 def stacks(tensors: list[QuantizedTensor]) -> bool:
-    """Whether the tensors' bytes can be put under one another as they are: same scheme, scales of whole blocks of rows."""
+    """Whether the tensors' bytes can be put under one another as they are.
+
+    Parts that were quantized as one matrix can. Others need the same scheme and whole blocks of rows; one scale a tensor (and
+    NVFP4's second one) cannot stand for several tensors.
+    """
+    if _one_stack(tensors) is not None:
+        return True
     first = tensors[0].scheme
     if any(t.scheme != first or t.dim() != 2 or t._parts.keys() != tensors[0]._parts.keys() for t in tensors):
         return False
-    if first.kind not in ("block", "mx") or first.block is None:  # one scale a tensor cannot stand for several tensors
+    if first.kind not in ("block", "mx") or first.block is None:
         return False
     rows = max(first.block)
     return all(t.shape[0] % rows == 0 for t in tensors)
+
+
+def _one_stack(tensors: Sequence[QuantizedTensor]) -> Stack | None:
+    """The matrix that the tensors are all parts of, in order."""
+    if tensors[0]._part_of is None:
+        return None
+    whole = tensors[0]._part_of[0]
+    places = [t._part_of[1] if t._part_of is not None and t._part_of[0] is whole else -1 for t in tensors]
+    return whole if places == list(range(len(whole.rows))) else None
 
 
 class _Stack(torch.autograd.Function):
@@ -276,10 +322,12 @@ class _Stack(torch.autograd.Function):
     def forward(ctx: Any, *tensors: QuantizedTensor) -> QuantizedTensor:
         ctx.rows = [t.shape[0] for t in tensors]
         ctx.set_materialize_grads(False)
-        parts = {
-            name: torch.cat([t._parts[name] for t in tensors], dim=0 if name.startswith("rowwise") else 1)
-            for name in tensors[0]._parts
-        }
+        whole = _one_stack(tensors)
+        parts = dict(whole.buffers) if whole is not None else {}
+        for name in tensors[0]._parts:
+            if name not in parts:
+                buffers: list[Any] = [t._get(name) for t in tensors]
+                parts[name] = torch.cat(buffers, dim=0 if name.startswith("rowwise") else 1)
         shape = (sum(ctx.rows), tensors[0].shape[1])
         return QuantizedTensor(parts, tensors[0].scheme, shape, tensors[0].dtype)
 
@@ -373,6 +421,23 @@ def _slice(
     return part
 
 
+def _rows(func: Any, q: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
+    """Rows for FSDP2, where a class for them is known (`use_shards`); else plain values."""
+    return NotImplemented if _SHARDS is None else _SHARDS(func, q, *args, **kwargs)
+
+
+_SHARDS: Callable | None = None
+
+
+def use_shards(make: Callable) -> None:
+    """Has `make(op, q, ...)` answer the two ops by which FSDP2 cuts a parameter into rows, `split` and `new_zeros`.
+
+    Rows of a tensor whose blocks they cut need scales of the whole and ranks to share them with, which is known above this room.
+    """
+    global _SHARDS
+    _SHARDS = make
+
+
 def _alias(q: QuantizedTensor) -> QuantizedTensor:
     same = q._map(lambda t: t)
     same._is_slice = q._is_slice
@@ -404,6 +469,8 @@ _HANDLERS: dict[Any, Callable] = {
     aten._to_copy.default: _to_copy,
     aten.copy_.default: _copy,
     aten.slice.Tensor: _slice,
+    aten.split.Tensor: _rows,
+    aten.new_zeros.default: _rows,
     aten.view.default: _view,
     aten._unsafe_view.default: _view,
     aten.empty_like.default: lambda func, q, **kwargs: (

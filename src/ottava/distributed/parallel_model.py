@@ -1,0 +1,215 @@
+"""`parallelize`: a model of whole layers becomes one that trains on all ranks, as a `ParallelPlan` says.
+
+    check            do plan, machine and ranks agree                       topology.py, agreement.py
+    split            parameters over tensor-parallel ranks                  tensor_parallel.split_tensors
+    recompute        what is kept for backward                              recompute.apply_recompute
+    shard            weights over data-parallel ranks, blocks then root     fsdp.shard_model, fsdp1.shard_model_fsdp1, fsdp1.ddp
+    prefetch         which block's weights are gathered ahead               prefetch_blocks
+    fill             first values of a model on the meta device             nn.initialize.materialize_
+
+Each step is a function that works alone on a model of one's own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecision, MixedPrecisionPolicy, fully_shard
+
+from ottava.distributed.agreement import check_agreement
+from ottava.distributed.fsdp import refresh, shard_model
+from ottava.distributed.fsdp1 import ddp, shard_model_fsdp1
+from ottava.distributed.plan import Meshes, ParallelPlan
+from ottava.distributed.recompute import apply_recompute, layers_of
+from ottava.distributed.tensor_parallel import split_tensors
+from ottava.distributed.topology import Machine, check_model, check_topology, enforce
+from ottava.distributed.whole import show_whole
+from ottava.nn.initialize import materialize_
+from ottava.recipe import Recipe
+
+__all__ = ["meshes_of", "parallelize", "prefetch_blocks"]
+
+_MESHES: weakref.WeakKeyDictionary[nn.Module, Meshes] = weakref.WeakKeyDictionary()
+
+
+def parallelize(
+    model: nn.Module,
+    plan: ParallelPlan,
+    *,
+    recipe: Recipe | None = None,
+    blocks: Iterable[nn.Module] | None = None,
+    seed: int = 0,
+    config: Mapping[str, Any] | None = None,
+    machine: Machine | None = None,
+    device_type: str | None = None,
+) -> nn.Module:
+    """Makes `model` train on all ranks. Every rank has to call it, with the same model and plan; it says so if they differ.
+
+    Works in place and returns the model (a wrapper of it for "fsdp1" and "ddp"). `meshes_of(model)` has the meshes afterwards: a
+    rank trains on part `dp_rank` of `dp_size` of the data.
+
+    recipe: the recipe of the `autocast` that the model will train under. FSDP2 then gathers weights as FP8 bytes, made from the
+        float32 parameters once a step: call `attach(optimizer, model)`. None: weights are gathered in `plan.param_dtype`.
+    blocks: the modules that are sharded, prefetched and recomputed one at a time; by default the `TransformerLayer`s.
+    seed: of the first values of a model on the meta device, which are the same on every mesh.
+    config: what else all ranks must agree on. machine: `Machine.detect()` if not given.
+
+        >>> plan = ParallelPlan(dp_shard=-1, tp=2)
+        >>> model = parallelize(Llama(config, device="meta"), plan, recipe=recipe.Float8CurrentScaling())
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> attach(optimizer, model)
+    """
+    if not isinstance(plan, ParallelPlan):
+        raise ValueError(
+            f"parallelize takes a ParallelPlan, got {type(plan).__name__}: ParallelPlan(tp=2), for example."
+        )
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError(
+            "parallelize needs a process group, and there is none: call torch.distributed.init_process_group first "
+            "(one process alone is a group of world_size=1)."
+        )
+    check_agreement(None, plan, {} if config is None else config, model)
+    enforce(check_topology(plan, getattr(model, "config", None), machine))
+    plan = plan.resolve(dist.get_world_size())
+    meshes = plan.meshes(device_type)
+    chosen = layers_of(model) if blocks is None else list(blocks)
+    device = torch.device(meshes.root.device_type)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    if plan.tp > 1:
+        split_tensors(model, meshes.tp, meshes.weight, sequence_parallel=plan.sequence_parallel)
+    apply_recompute(model, plan.recompute, chosen or None)
+    wrapped = _WRAP[plan.strategy](model, plan, meshes, recipe, chosen, seed, device)
+    enforce(check_model(wrapped))
+    show_whole(wrapped)
+    _MESHES[wrapped] = meshes
+    return wrapped
+
+
+def meshes_of(model: nn.Module) -> Meshes:
+    """The meshes that `parallelize` has spread `model` over.
+
+    >>> part = dataset[meshes_of(model).dp_rank :: meshes_of(model).dp_size]
+    """
+    if model not in _MESHES:
+        raise ValueError(f"This {type(model).__name__} was not returned by parallelize.")
+    return _MESHES[model]
+
+
+def prefetch_blocks(blocks: Iterable[nn.Module], count: int) -> None:
+    """Gathers the weights of the next `count` blocks while one runs: forward in the order given, backward in reverse.
+
+    blocks: modules that `fully_shard` has sharded, in the order in which they run. 0: torch's own choice, the next one when
+    backward runs.
+
+        >>> prefetch_blocks(model.layers, 2)
+    """
+    sharded: list[FSDPModule] = []
+    for block in blocks:
+        if not isinstance(block, FSDPModule):
+            raise ValueError(f"prefetch_blocks takes modules that fully_shard has sharded, got {type(block).__name__}.")
+        sharded.append(block)
+    if count < 1:
+        return
+    for i, block in enumerate(sharded):
+        block.set_modules_to_forward_prefetch(sharded[i + 1 : i + 1 + count])
+        block.set_modules_to_backward_prefetch(sharded[max(i - count, 0) : i][::-1])
+
+
+# ------------------------------------------------------------------------------------------------------------- strategies
+
+
+def _fsdp2(
+    model: nn.Module,
+    plan: ParallelPlan,
+    meshes: Meshes,
+    recipe: Recipe | None,
+    blocks: list[nn.Module],
+    seed: int,
+    device: torch.device,
+) -> nn.Module:
+    options: dict[str, Any] = {
+        "reshard_after_forward": plan.reshard_after_forward,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=plan.param_dtype, reduce_dtype=plan.reduce_dtype),
+    }
+    if plan.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy()
+    if recipe is not None:
+        again = blocks if plan.recompute == "full" else ()
+        shard_model(model, meshes.dp, recipe, weight_mesh=meshes.weight, blocks=blocks, recomputed=again, **options)
+    else:
+        for block in blocks:
+            fully_shard(block, mesh=meshes.dp, **options)
+        fully_shard(model, mesh=meshes.dp, **options)
+    prefetch_blocks([b for b in blocks if b is not model], plan.prefetch)
+    _fill(model, seed, torch.device("cpu") if plan.cpu_offload else device)
+    if recipe is not None:
+        refresh(model)
+    return model
+
+
+def _fsdp1(
+    model: nn.Module,
+    plan: ParallelPlan,
+    meshes: Meshes,
+    recipe: Recipe | None,
+    blocks: list[nn.Module],
+    seed: int,
+    device: torch.device,
+) -> nn.Module:
+    _to_plain(model)
+    precision = MixedPrecision(param_dtype=plan.param_dtype, reduce_dtype=plan.reduce_dtype)
+    return shard_model_fsdp1(model, meshes.dp, mixed_precision=precision, blocks=blocks, seed=seed, device=device)
+
+
+def _ddp(
+    model: nn.Module,
+    plan: ParallelPlan,
+    meshes: Meshes,
+    recipe: Recipe | None,
+    blocks: list[nn.Module],
+    seed: int,
+    device: torch.device,
+) -> nn.Module:
+    _to_plain(model)
+    return ddp(_fill(model, seed, device), meshes.replicate)
+
+
+def _none(
+    model: nn.Module,
+    plan: ParallelPlan,
+    meshes: Meshes,
+    recipe: Recipe | None,
+    blocks: list[nn.Module],
+    seed: int,
+    device: torch.device,
+) -> nn.Module:
+    return _fill(model, seed, device)
+
+
+_WRAP = {"fsdp2": _fsdp2, "fsdp1": _fsdp1, "ddp": _ddp, "none": _none}
+
+
+def _fill(model: nn.Module, seed: int, device: torch.device) -> nn.Module:
+    """First values for what is on the meta device."""
+    return materialize_(model, seed, device)
+
+
+def _to_plain(model: nn.Module) -> None:
+    """Parameters that tensor parallelism has made DTensors become this rank's plain tensors: FSDP1 and DDP know no others."""
+    from torch.distributed.tensor import DTensor
+
+    plain: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if isinstance(parameter, DTensor):
+                if parameter not in plain:
+                    plain[parameter] = nn.Parameter(
+                        parameter.to_local().detach(), requires_grad=parameter.requires_grad
+                    )
+                setattr(module, name, plain[parameter])

@@ -1,0 +1,196 @@
+"""What all models here share: tokens in, logits or a loss out, and how large and how expensive the model is."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from ottava.distributed.vocabulary import VocabParallelHead, vocab_parallel_cross_entropy
+
+MAX_LOGITS = 2**29
+"""Logits that exist at a time in a loss: 1 GiB in bf16, and as much again for their gradient."""
+
+
+@dataclass(frozen=True)
+class FlopsPerToken:
+    """Floating-point operations of forward and backward for one token; a multiply-add is two.
+
+    layers + head = 6 N, with N the weights that are multiplied (no norms, biases or embedding tables). `attention` counts
+    q k^T and its product with v over the whole square; a causal kernel needs half of that. Recomputation does not count.
+
+        >>> flops = FlopsPerToken(layers=6.0e9, head=1.0e9, attention=2.0e9)
+        >>> flops.full, flops.causal
+        (9000000000.0, 8000000000.0)
+    """
+
+    layers: float
+    head: float
+    attention: float
+
+    @property
+    def full(self) -> float:
+        """With attention over the whole square."""
+        return self.layers + self.head + self.attention
+
+    @property
+    def causal(self) -> float:
+        """With the half of attention that a causal mask leaves."""
+        return self.layers + self.head + self.attention / 2
+
+
+class CausalLM(nn.Module):
+    """A stack of `TransformerLayer` between an embedding and a head. `Llama` and `GPT` say what lies in between.
+
+    Activations are [s, b, hidden]: the sequence first, so that tensor-parallel ranks split it without a copy.
+    """
+
+    layers: nn.ModuleList
+    """Of TransformerLayer: what `parallelize` shards one by one."""
+    head: VocabParallelHead
+    vocab_size: int
+    hidden: Callable[[Tensor, Tensor | None, bool | None], Tensor]
+    """tokens [b, s] -> what the head takes, [s, b, hidden]; [s/tp, b, hidden] under sequence parallelism."""
+    tables: list[nn.Module]
+    """Modules whose weight is looked up, not multiplied (unless the head shares it)."""
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        documents: Tensor | None = None,
+        is_first_microbatch: bool | None = None,
+        **loss: Any,
+    ) -> Tensor:
+        """tokens [b, s] -> logits [b, s, vocabulary]; with `targets` the loss, see `loss`.
+
+        documents [b, s]: the number of each token's document within its row; a token sees its own document only.
+        is_first_microbatch: as for TransformerLayer. Logits of a vocabulary that is split over ranks are gathered, without a
+        gradient: training goes through the loss.
+        """
+        x = self.hidden(tokens, documents, is_first_microbatch)
+        if targets is not None:
+            return self._loss(x, targets.t(), **loss)
+        if loss:
+            raise ValueError(f"{', '.join(loss)} belong to a loss: pass targets too.")
+        return _whole_rows(self.head(x), self.head.group)[..., : self.vocab_size].transpose(0, 1)
+
+    def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None, **options: Any) -> Tensor:
+        """Cross-entropy of the logits of `tokens` [b, s] with `targets` [b, s]; a target of -100 does not count.
+
+        Options: z_loss, label_smoothing and ignore_index of `vocab_parallel_cross_entropy`; reduction, "mean" or "sum";
+        max_logits: how many logits may exist at a time. More tokens are taken in pieces, whose logits are made again in backward.
+
+            >>> model = Llama(LlamaConfig(vocab_size=64, hidden_size=32, ffn_hidden_size=64, layers=1, heads=2, kv_heads=1))
+            >>> tokens = torch.randint(64, (2, 17))
+            >>> model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+        """
+        # Through __call__, because that is where FSDP, DDP and torch.compile hang their hooks.
+        return self(tokens, targets, documents, **options)
+
+    def _loss(
+        self, x: Tensor, targets: Tensor, reduction: str = "mean", max_logits: int = MAX_LOGITS, **options: Any
+    ) -> Tensor:
+        """x [s, b, hidden], targets [s, b]. Under sequence parallelism x is [s/tp, b, hidden]: a piece is a slice of all parts."""
+        if reduction not in ("mean", "sum"):
+            raise ValueError(f"reduction of a model's loss must be 'mean' or 'sum', got {reduction!r}.")
+        parts = targets.reshape(-1, *x.shape[:2])  # [tp, s/tp, b], or [1, s, b]
+
+        def piece(x: Tensor, targets: Tensor) -> Tensor:
+            size = self.vocab_size
+            return vocab_parallel_cross_entropy(
+                self.head(x), targets, self.head.group, reduction="sum", vocabulary_size=size, **options
+            )
+
+        a_position = parts.shape[0] * x.shape[1] * self.head.rows  # logits of one position of x
+        step = max(max_logits // a_position, 1)
+        if step >= x.shape[0]:
+            total = piece(x, parts.flatten(0, 1))
+        else:
+            total = x.new_zeros((), dtype=torch.float32)
+            for i in range(0, x.shape[0], step):
+                some = parts[:, i : i + step].flatten(0, 1)
+                total = total + checkpoint(piece, x[i : i + step], some, use_reentrant=False)
+        if reduction == "sum":
+            return total
+        return total / (targets != options.get("ignore_index", -100)).sum().clamp(min=1)
+
+    def num_parameters(self, tables: bool = True) -> int:
+        """Parameters of the whole model, tied ones once. tables=False leaves out embeddings that are only looked up."""
+        found = {id(p): p.numel() for p in self.parameters()}
+        if not tables:
+            for table in self.tables:
+                if table.weight is not self.head.weight:
+                    found.pop(id(table.weight))
+        return sum(found.values())
+
+
+def layer_flops(matrices: int, head: int, layers: int, query_channels: int, sequence: int) -> FlopsPerToken:
+    """matrices: weights of one layer that are multiplied; head: of the head; query_channels: heads x channels of a head.
+
+    >>> layer_flops(12 * 64**2, 1000 * 64, layers=2, query_channels=64, sequence=128).attention == 12 * 2 * 64 * 128
+    True
+    """
+    # q k^T and p v: 2 x 2 s channels forward, twice that backward.
+    return FlopsPerToken(6.0 * layers * matrices, 6.0 * head, 12.0 * layers * query_channels * sequence)
+
+
+def init_methods(std: float, layers: int) -> tuple[Callable[[Tensor], Any], Callable[[Tensor], Any]]:
+    """(weights, weights whose output is added to the residual): the latter are smaller by sqrt(2 layers), so that the
+    residual's variance at the start does not grow with depth. Both are elementwise: a rank draws its own part only."""
+    normal = nn.init.normal_
+    return functools.partial(normal, std=std), functools.partial(normal, std=std / math.sqrt(2 * layers))
+
+
+def document_mask(documents: Tensor) -> Tensor:
+    """documents [b, s] -> [b, 1, s, s], True where a token may not look: at later tokens and at other documents.
+
+    >>> document_mask(torch.tensor([[0, 0, 1]]))[0, 0].int().tolist()
+    [[0, 1, 1], [0, 0, 1], [1, 1, 0]]
+    """
+    s = documents.shape[1]
+    later = torch.ones(s, s, dtype=torch.bool, device=documents.device).triu_(1)
+    return (later | (documents[:, :, None] != documents[:, None, :]))[:, None]
+
+
+def document_positions(documents: Tensor) -> Tensor:
+    """documents [b, s] -> [b, s]: the position of each token in its document.
+
+    >>> document_positions(torch.tensor([[0, 0, 0, 1, 1, 2]])).tolist()
+    [[0, 1, 2, 0, 1, 0]]
+    """
+    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    first = torch.ones_like(documents, dtype=torch.bool)
+    first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return index - torch.where(first, index, 0).cummax(dim=1).values
+
+
+def run_layers(
+    layers: nn.ModuleList,
+    x: Tensor,
+    documents: Tensor | None,
+    is_first_microbatch: bool | None,
+    rotary: Tensor | None = None,
+) -> Tensor:
+    """x [s, b, hidden] through all layers. One mask of documents serves all of them."""
+    mask = None if documents is None else document_mask(documents)
+    kind = "causal" if documents is None else "arbitrary"
+    for layer in layers:
+        x = layer(x, mask, self_attn_mask_type=kind, rotary_pos_emb=rotary, is_first_microbatch=is_first_microbatch)
+    return x
+
+
+def _whole_rows(logits: Tensor, group: Any) -> Tensor:
+    """[..., V/tp] -> [..., V]."""
+    if group is None or dist.get_world_size(group) == 1:
+        return logits
+    parts = [torch.empty_like(logits) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, logits.detach().contiguous(), group=group)
+    return torch.cat(parts, dim=-1)

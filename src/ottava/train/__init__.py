@@ -1,0 +1,1 @@
+"""A training run: configuration, data, schedule, metrics, report. One noun a file."""

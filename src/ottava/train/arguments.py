@@ -1,0 +1,142 @@
+"""From a preset, a TOML file and the command line to a `Config`; and a `Config` as TOML.
+
+Command line over file over preset over defaults. A file's keys are turned into command-line options, so that both are read by the
+same parser (tyro, which takes types, choices and help from the dataclasses) and fail with the same messages.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+import tomllib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ottava.train.config import Config
+from ottava.train.presets import presets
+
+DEFAULT_PRESET = "debug"
+
+
+@dataclass(frozen=True)
+class Command(Config):
+    """Trains a language model.
+
+    The first argument may be a TOML file, whose tables are the sections below, or the name of a preset: debug, llama3-1b, llama3-8b,
+    llama3-70b or gpt2. Without one it is debug: a small model on text that is already here. A file may begin with preset = "gpt2" to
+    change a preset. Options come after it and win.
+    """
+
+    dry_run: bool = False
+    """Show the configuration, the mesh, the size of the model and what would run, and stop."""
+
+
+def parse(arguments: list[str], prog: str = "ottava train") -> tuple[Config, bool]:
+    """([CONFIG.toml or a preset's name] [--section.key VALUE ...] [--dry-run]) -> (configuration, whether it is only to be shown).
+
+    Prints what is wrong and exits with code 2 if something is; prints help and exits with 0 for --help.
+
+        >>> config, dry_run = parse(["llama3-8b", "--parallel.tp", "2", "--train.steps", "100"])
+    """
+    try:
+        import tyro
+    except ImportError as error:
+        raise SystemExit(f"{prog} needs more packages: pip install 'ottava[train]' ({error}).") from error
+    source, rest = (
+        (arguments[0], arguments[1:]) if arguments and not arguments[0].startswith("-") else (None, arguments)
+    )
+    try:
+        base, from_file = _read(source)
+    except ValueError as error:
+        raise SystemExit(_complain(prog, str(error))) from error
+
+    known = {f.name: getattr(base, f.name) for f in fields(Config)}
+    found = tyro.cli(Command, default=Command(**known), args=[*from_file, *rest], prog=prog)
+    return Config(**{name: getattr(found, name) for name in known}), found.dry_run
+
+
+def _complain(prog: str, message: str) -> int:
+    print(f"{prog}: {message}", file=sys.stderr)
+    return 2
+
+
+def _read(source: str | None) -> tuple[Config, list[str]]:
+    """(preset, options that the file stands for)."""
+    if source is None:
+        return presets()[DEFAULT_PRESET], []
+    if not source.endswith(".toml"):
+        return preset(source), []
+    path = Path(source)
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not TOML: {error}.") from error
+    base = Config()
+    if "preset" in table:
+        base = preset(str(table.pop("preset")))
+    return base, list(_options(table, path))
+
+
+def preset(name: str) -> Config:
+    """A preset by its name.
+
+    >>> preset("llama3-8b").model.heads
+    32
+    """
+    known = presets()
+    if name not in known:
+        raise ValueError(f"There is no preset {name!r}.{_nearest(name, known)} A file's name must end in .toml.")
+    return known[name]
+
+
+def _options(table: dict[str, Any], path: Path) -> Iterable[str]:
+    """Command-line options for the keys of a TOML file. Unknown keys are named with the file."""
+    sections = {f.name: f.default_factory for f in fields(Config)}
+    for section, keys in table.items():
+        if section not in sections:
+            raise ValueError(f"{path}: there is no section [{section}].{_nearest(section, sections)}")
+        if not isinstance(keys, dict):
+            raise ValueError(f"{path}: {section} is a section: write [{section}] and its keys below.")
+        known = [f.name for f in fields(sections[section])]  # type: ignore[arg-type]
+        for key, value in keys.items():
+            if key not in known:
+                raise ValueError(f"{path}: section [{section}] has no key {key!r}.{_nearest(key, known)}")
+            yield from _option(f"{section}.{key}".replace("_", "-"), value, path)
+
+
+def _option(name: str, value: Any, path: Path) -> list[str]:
+    if isinstance(value, bool):
+        section, key = name.split(".")
+        return [f"--{name}" if value else f"--{section}.no-{key}"]
+    if isinstance(value, list):
+        words = [str(v) for v in value]
+        if dashed := [word for v, word in zip(value, words) if isinstance(v, str) and word.startswith("-")]:
+            raise ValueError(f"{path}: {name} has {dashed[0]!r}, which looks like an option: write './{dashed[0]}'.")
+        return [f"--{name}", *words]
+    if isinstance(value, int | float | str):
+        return [f"--{name}={value}"]  # with "=", a text may begin with "-"
+    raise ValueError(f"{path}: {name} is {value!r}, which no key takes.")
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    return f" Did you mean {near[0]!r}?" if near else f" There are: {', '.join(known)}."
+
+
+def to_toml(config: Config) -> str:
+    """The whole configuration as a TOML file that `parse` reads back to the same.
+
+    >>> print(to_toml(Config()))
+    """
+    import tomli_w
+
+    sections = {
+        name: {key: list(v) if isinstance(v, tuple) else v for key, v in keys.items() if v is not None}
+        for name, keys in asdict(config).items()
+    }
+    return tomli_w.dumps(sections)

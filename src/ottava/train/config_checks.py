@@ -1,0 +1,177 @@
+"""Which configurations are possible. A value that is wrong in itself, and values that do not go together, are named."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ottava.nn.base import feature_multiple
+
+if TYPE_CHECKING:
+    from ottava.train.config import Config
+
+# (section, field): smallest value that makes sense
+AT_LEAST: dict[tuple[str, str], float] = {
+    ("data", "length"): 1,
+    ("data", "prefetch"): 1,
+    ("optimizer", "lr"): 0,
+    ("optimizer", "weight_decay"): 0,
+    ("optimizer", "clip"): 0,
+    ("schedule", "warmup_steps"): 0,
+    ("train", "steps"): 1,
+    ("train", "global_batch"): 1,
+    ("train", "micro_batch"): 1,
+    ("train", "z_loss"): 0,
+    ("train", "max_logits"): 1,
+    ("train", "evaluate_every"): 0,
+    ("train", "evaluate_batches"): 1,
+    ("train", "sample_every"): 0,
+    ("train", "sample_tokens"): 0,
+    ("checkpoint", "every"): 0,
+    ("checkpoint", "keep"): 1,
+    ("metrics", "console_every"): 1,
+    ("metrics", "prometheus_port"): 0,
+    ("metrics", "fp8_every"): 0,
+    ("gate", "warmup_steps"): 0,
+    ("gate", "max_reserved_gib"): 0,
+    ("health", "retries"): 0,
+    ("health", "spike_factor"): 0,
+    ("health", "spike_window"): 2,
+    ("health", "watchdog_s"): 0,
+}
+FRACTIONS = (
+    ("schedule", "final_fraction"),
+    ("schedule", "decay_fraction"),
+    ("gate", "min_mfu"),
+    ("metrics", "mfu_baseline"),
+)
+
+
+def check(config: Config) -> None:
+    """Raises ValueError with the keys, their values, and what to do.
+
+    >>> Config(train=TrainSection(global_batch=10, micro_batch=4))
+    Traceback (most recent call last):
+    ValueError: train.global_batch (10) must be a multiple of train.micro_batch (4).
+    """
+    _check_numbers(config)
+    _check_model(config)
+    _check_schedule(config)
+    _check_parallel(config)
+    _check_quantization(config)
+    weights, files = config.data.weights, config.data.files
+    _need(len(weights) in (0, len(files)), f"data.weights has {len(weights)} numbers for {len(files)} data.files.")
+    t = config.train
+    _need(
+        t.global_batch % t.micro_batch == 0,
+        f"train.global_batch ({t.global_batch}) must be a multiple of train.micro_batch ({t.micro_batch}).",
+    )
+    gated = config.gate.min_mfu is not None or config.gate.max_reserved_gib is not None
+    _need(
+        not gated or config.gate.warmup_steps < t.steps,
+        f"gate.warmup_steps ({config.gate.warmup_steps}) leaves nothing of train.steps ({t.steps}) to judge.",
+    )
+
+
+def _need(fine: bool, otherwise: str) -> None:
+    if not fine:
+        raise ValueError(otherwise)
+
+
+def _check_numbers(config: Config) -> None:
+    for (section, name), least in AT_LEAST.items():
+        value = getattr(getattr(config, section), name)
+        _need(value is None or value >= least, f"{section}.{name} must be at least {least:g}, got {value}.")
+    for section, name in FRACTIONS:
+        value = getattr(getattr(config, section), name)
+        _need(value is None or 0 <= value <= 1, f"{section}.{name} is a fraction between 0 and 1, got {value}.")
+    fraction = config.data.validation_fraction
+    _need(0 <= fraction < 1, f"data.validation_fraction must be at least 0 and below 1, got {fraction}.")
+    _need(
+        all(0 <= b < 1 for b in config.optimizer.betas),
+        f"optimizer.betas must lie in [0, 1), got {config.optimizer.betas}.",
+    )
+
+
+def _check_model(config: Config) -> None:
+    model = config.model
+    only_for: dict[str, Any] = {"kv_heads": "llama", "rope_theta": "llama", "dropout": "gpt"}
+    for name, architecture in only_for.items():
+        _need(
+            getattr(model, name) is None or model.architecture == architecture,
+            f"model.{name} belongs to architecture {architecture!r}; model.architecture is {model.architecture!r}.",
+        )
+    longest = model.max_length or config.data.length
+    _need(
+        config.data.length <= longest,
+        f"data.length ({config.data.length}) is above model.max_length ({longest}): shorten the one or raise the other.",
+    )
+    try:
+        model.shape(vocab_size=model.vocab_size or 257, length=config.data.length)
+    except ValueError as error:
+        raise ValueError(f"model: {error}") from error
+
+
+def _check_schedule(config: Config) -> None:
+    schedule, steps = config.schedule, config.train.steps
+    _need(
+        schedule.warmup_steps < steps,
+        f"schedule.warmup_steps ({schedule.warmup_steps}) must be below train.steps ({steps}).",
+    )
+    _need(
+        schedule.decay_fraction is None or schedule.kind == "wsd",
+        f"schedule.decay_fraction belongs to schedule.kind 'wsd'; it is {schedule.kind!r}.",
+    )
+    _need(
+        schedule.kind != "wsd" or schedule.warmup_steps <= steps * (1 - (schedule.decay_fraction or 0.2)),
+        f"schedule.warmup_steps ({schedule.warmup_steps}) reaches into the steps in which 'wsd' comes down: "
+        f"the last {schedule.decay_fraction or 0.2:.0%} of {steps}.",
+    )
+
+
+def _check_quantization(config: Config) -> None:
+    precision, model = config.precision, config.model
+    if precision.fp8_weights:
+        _need(
+            precision.recipe != "none",
+            "precision.fp8_weights stores weights as FP8, but precision.recipe is 'none'.",
+        )
+        _need(
+            config.optimizer.name == "fused_adam",
+            f"precision.fp8_weights needs optimizer.name 'fused_adam', which keeps float32 masters; got {config.optimizer.name!r}.",
+        )
+        _need(config.parallel.strategy != "fsdp1", "precision.fp8_weights does not go with parallel.strategy 'fsdp1'.")
+    recipe = precision.make_recipe()
+    if recipe is None:
+        return
+    multiple = feature_multiple(recipe)
+    for name in ("hidden_size", "ffn_hidden_size"):
+        width = getattr(model, name)
+        for what, part in (
+            ("", width),
+            (f" / parallel.tp ({config.parallel.tp})", width // max(config.parallel.tp, 1)),
+        ):
+            _need(
+                part % multiple == 0,
+                f"model.{name}{what} = {part} must be a multiple of {multiple} for precision.recipe {precision.recipe!r}.",
+            )
+
+
+def _check_parallel(config: Config) -> None:
+    parallel, model = config.parallel, config.model
+    try:
+        config.plan()
+    except ValueError as error:
+        raise ValueError(f"parallel: {error}") from error
+    tp = parallel.tp
+    if tp > 1:
+        sizes = {"heads": model.heads, "kv_heads": model.kv_heads or model.heads, "pad_vocab_to": model.pad_vocab_to}
+        for name, size in sizes.items():
+            _need(size % tp == 0, f"model.{name} ({size}) must be a multiple of parallel.tp ({tp}).")
+        _need(
+            config.data.length % tp == 0,
+            f"data.length ({config.data.length}) must be a multiple of parallel.tp ({tp}), which splits sequences.",
+        )
+    _need(
+        parallel.overlap == "none" or tp != 1,
+        f"parallel.overlap {parallel.overlap!r} hides tensor-parallel communication; with parallel.tp 1 there is none.",
+    )

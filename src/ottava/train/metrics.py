@@ -1,0 +1,146 @@
+"""Metrics of a run: a line of JSON a step in RUN/metrics.jsonl, and sinks that are told the same.
+
+A number that is not finite is written as null: JSON has no NaN. A run that is resumed from step N drops the lines from N on, so the
+file tells each step once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+FILE = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One step, over all ranks. Fields that are None are left out of the line.
+
+    >>> StepMetrics(step=1, loss=5.5, grad_norm=1.2, lr=3e-4, tokens=2048, tokens_per_s=1e4, step_s=0.2).line()
+    '{"step": 1, "loss": 5.5, ...}'
+    """
+
+    step: int
+    """From 1: steps that are done."""
+    loss: float
+    """Mean over the tokens of the global batch, without z-loss."""
+    grad_norm: float
+    """Before clipping."""
+    lr: float
+    tokens: int
+    """Tokens that the run has trained on so far."""
+    tokens_per_s: float
+    """Over all ranks."""
+    step_s: float
+    """Seconds from the end of the last step to the end of this one."""
+    tflops_per_gpu: float | None = None
+    """Model FLOPs (causal) a second and rank, in units of 1e12."""
+    mfu: float | None = None
+    mfu_full: float | None = None
+    """With attention over the whole square."""
+    mfu_basis: str | None = None
+    """What the two are measured against (see flops.py)."""
+    peak_allocated_gib: float | None = None
+    """The largest of all ranks, so far."""
+    peak_reserved_gib: float | None = None
+    data_s: float | None = None
+    """Parts of step_s, of the slowest rank: waiting for data, ..."""
+    forward_s: float | None = None
+    backward_s: float | None = None
+    communication_s: float | None = None
+    """... communication that nothing hid, ..."""
+    optimizer_s: float | None = None
+    checkpoint_s: float | None = None
+    validation_loss: float | None = None
+    attempt: int = 0
+    """Restarts of the run before this step."""
+    event: str | None = None
+    """What happened besides: "skipped: non-finite loss", "loss spike", ..."""
+
+    def line(self) -> str:
+        """As JSON, without a line end."""
+        return json.dumps({k: finite(v) for k, v in asdict(self).items() if v is not None}, allow_nan=False)
+
+
+def finite(value: Any) -> Any:
+    """The value, or None for a number that is not finite."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Sink(Protocol):
+    """Something that is told every step: a console, TensorBoard, Weights & Biases, Prometheus."""
+
+    def record(self, metrics: StepMetrics) -> None:
+        """One step."""
+
+    def close(self) -> None:
+        """The run is over."""
+
+
+class Metrics:
+    """Writes RUN/metrics.jsonl and tells the sinks. On one rank only.
+
+    first_step: the step that comes next; lines of this and later steps, from before a restart, are dropped.
+
+        >>> with Metrics(Path("runs/debug"), sinks=[Console()]) as metrics:
+        ...     metrics.record(step_metrics)
+    """
+
+    def __init__(self, run: Path, sinks: Iterable[Sink] = (), first_step: int = 1) -> None:
+        self.path = run / FILE
+        self.sinks = list(sinks)
+        run.mkdir(parents=True, exist_ok=True)
+        keep_before(self.path, first_step)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def record(self, metrics: StepMetrics) -> None:
+        """One step. The line is in the file when this returns, so that it outlives a killed process."""
+        self._file.write(metrics.line() + "\n")
+        self._file.flush()
+        for sink in self.sinks:
+            sink.record(metrics)
+
+    def close(self) -> None:
+        """Closes file and sinks."""
+        self._file.close()
+        for sink in self.sinks:
+            sink.close()
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a metrics file. A last line that a killed process left unfinished is passed over; any other is an error.
+
+    >>> [line["loss"] for line in read_metrics(Path("runs/debug/metrics.jsonl"))]
+    """
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    for number, line in enumerate(lines, 1):
+        try:
+            found = json.loads(line)
+            if not isinstance(found, dict) or not isinstance(found.get("step"), int):
+                raise ValueError("no step in it")
+        except ValueError as error:
+            if number == len(lines) and not line.endswith("\n"):
+                return
+            raise ValueError(f"{path}, line {number}: not a line of metrics ({error}).") from error
+        yield found
+
+
+def keep_before(path: Path, step: int) -> None:
+    """Drops the lines of `step` and later ones. The file is replaced in one go."""
+    if not path.exists():
+        return
+    kept = [json.dumps(line) + "\n" for line in read_metrics(path) if line["step"] < step]
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text("".join(kept), encoding="utf-8")
+    partial.replace(path)

@@ -1,0 +1,206 @@
+"""Token files: the tokens of many documents in one file that is mapped, not read.
+
+    bytes 0..7         magic, "OTTAVATK"
+    bytes 8..11        version, little-endian uint32
+    bytes 12..15       length of the JSON header that follows, little-endian uint32
+    bytes 16..4095     JSON header: dtype, count, documents, vocab_size, tokenizer, end_token, crc32; padded with zeros
+    bytes 4096..       tokens, `count` little-endian numbers of `dtype` (uint16, or uint32 for large vocabularies)
+    after the tokens   ends of documents, `documents` little-endian uint64: document i is tokens[ends[i-1]:ends[i]]
+
+Opening checks everything but the tokens themselves, which may be terabytes; `verify` reads them all. A token outside the
+vocabulary is found when it is used. Files are written under another name and renamed, so a file that exists is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAGIC = b"OTTAVATK"
+VERSION = 1
+HEADER = 4096
+_PREFIX = struct.Struct("<8sII")
+_KEYS = {
+    "dtype": str,
+    "count": int,
+    "documents": int,
+    "vocab_size": int,
+    "tokenizer": str,
+    "end_token": int,
+    "crc32": int,
+}
+
+
+class TokenFileError(ValueError):
+    """A file that is not a whole token file. The message names it."""
+
+
+class TokenFile:
+    """A token file, mapped into memory.
+
+    >>> file = TokenFile("stdlib.tokens")
+    >>> file.tokens[:4], file.count, file.vocab_size, file.tokenizer
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        header = _read_header(self.path)
+        self.count: int = header["count"]
+        self.documents: int = header["documents"]
+        self.vocab_size: int = header["vocab_size"]
+        self.tokenizer: str = header["tokenizer"]
+        self.end_token: int = header["end_token"]
+        self._crc32: int = header["crc32"]
+        dtype = np.dtype(header["dtype"])
+        after = HEADER + self.count * dtype.itemsize
+        expected, found = after + 8 * self.documents, self.path.stat().st_size
+        if found != expected:
+            raise TokenFileError(
+                f"{self.path} has {found} bytes, but {self.count} tokens and {self.documents} documents need {expected}: "
+                "it was cut short or overwritten. Tokenize it again."
+            )
+        self.tokens: NDArray[Any] = np.memmap(self.path, dtype, "r", HEADER, (self.count,))
+        self.ends: NDArray[Any] = np.memmap(self.path, "<u8", "r", after, (self.documents,))
+        steps = np.diff(self.ends.astype(np.int64), prepend=0)
+        if steps.min() <= 0 or int(self.ends[-1]) != self.count:
+            raise TokenFileError(
+                f"{self.path} has documents whose ends are not in order: it is damaged. Tokenize it again."
+            )
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __repr__(self) -> str:
+        return (
+            f"TokenFile({str(self.path)!r}, {self.count:,} tokens in {self.documents:,} documents, "
+            f"{self.tokenizer} with a vocabulary of {self.vocab_size})"
+        )
+
+    def read(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Tokens start to stop, checked against the vocabulary."""
+        tokens = self.tokens[start:stop].astype(np.int64)
+        if tokens.size and int(tokens.max()) >= self.vocab_size:
+            raise TokenFileError(
+                f"{self.path} holds token {int(tokens.max())} between {start} and {stop}, outside its vocabulary of "
+                f"{self.vocab_size}: it is damaged. Tokenize it again."
+            )
+        return tokens
+
+    def document_of(self, start: int, stop: int) -> NDArray[np.int64]:
+        """The number of each token's document, counted from the one that token `start` is in."""
+        number = np.searchsorted(self.ends, np.arange(start, stop, dtype=np.uint64), side="right")
+        return (number - number[0]).astype(np.int64)
+
+    def verify(self) -> None:
+        """Reads all of it and compares its checksum."""
+        total = _crc32(self.path)
+        if total != self._crc32:
+            raise TokenFileError(
+                f"{self.path} has the checksum {total:08x}, its header says {self._crc32:08x}: it is damaged. Tokenize it again."
+            )
+
+
+def write_token_file(
+    path: str | os.PathLike[str],
+    documents: Iterable[Iterable[int] | NDArray[Any]],
+    vocab_size: int,
+    tokenizer: str,
+    end_token: int,
+) -> TokenFile:
+    """Writes documents of tokens, one after another, each followed by `end_token`. Returns the file, opened.
+
+    >>> write_token_file("small.tokens", [[1, 2, 3], [4, 5]], vocab_size=7, tokenizer="by hand", end_token=6).count
+    7
+    """
+    path = Path(path)
+    dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    ends, crc = [], 0
+    count = 0
+    try:
+        with partial.open("wb") as file:
+            file.write(bytes(HEADER))
+            for document in documents:
+                data = _checked(document, vocab_size, end_token, path).astype(dtype).tobytes()
+                count += len(data) // dtype.itemsize
+                ends.append(count)
+                crc = zlib.crc32(data, crc)
+                file.write(data)
+            if not ends:
+                raise ValueError(f"{path} would hold no document: there is no text to tokenize.")
+            tail = np.asarray(ends, dtype="<u8").tobytes()
+            file.write(tail)
+            header: dict[str, Any] = {
+                "dtype": dtype.str,
+                "count": count,
+                "documents": len(ends),
+                "vocab_size": vocab_size,
+                "tokenizer": tokenizer,
+                "end_token": end_token,
+                "crc32": zlib.crc32(tail, crc),
+            }
+            file.seek(0)
+            file.write(_packed(header, path))
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return TokenFile(path)
+
+
+def _checked(document: Iterable[int] | NDArray[Any], vocab_size: int, end_token: int, path: Path) -> NDArray[np.int64]:
+    tokens = np.asarray(document if isinstance(document, np.ndarray | list) else list(document), dtype=np.int64)
+    tokens = np.append(tokens, end_token)
+    if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
+        raise ValueError(
+            f"{path}: a document has tokens from {tokens.min()} to {tokens.max()}, outside the vocabulary of {vocab_size}."
+        )
+    return tokens
+
+
+def _packed(header: dict[str, Any], path: Path) -> bytes:
+    text = json.dumps(header).encode()
+    if len(text) > HEADER - _PREFIX.size:
+        raise ValueError(f"{path}: the tokenizer's name is too long for the header.")
+    return (_PREFIX.pack(MAGIC, VERSION, len(text)) + text).ljust(HEADER, b"\0")
+
+
+def _read_header(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(HEADER)
+    except OSError as error:
+        raise TokenFileError(f"{path} cannot be read: {error.strerror}.") from error
+    if len(raw) < HEADER or not raw.startswith(MAGIC):
+        raise TokenFileError(f"{path} is not a token file: make one with `ottava data tokenize`.")
+    _, version, length = _PREFIX.unpack_from(raw)
+    if version != VERSION:
+        raise TokenFileError(f"{path} is a token file of version {version}; this release reads version {VERSION}.")
+    try:
+        header = json.loads(raw[_PREFIX.size : _PREFIX.size + length])
+        wrong = [key for key, kind in _KEYS.items() if type(header[key]) is not kind]
+    except (ValueError, KeyError, TypeError) as error:
+        raise TokenFileError(f"{path} has a damaged header: tokenize it again.") from error
+    sizes_fit = not wrong and header["count"] > 0 and 0 < header["documents"] <= header["count"]
+    if not sizes_fit or header["dtype"] not in ("<u2", "<u4"):
+        raise TokenFileError(f"{path} has a damaged header: tokenize it again.")
+    return header
+
+
+def _crc32(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        file.seek(HEADER)
+        while block := file.read(2**24):
+            crc = zlib.crc32(block, crc)
+    return crc

@@ -1,0 +1,246 @@
+"""From text to a token file: documents of text, JSONL or parquet files, and a tokenizer.
+
+A tokenizer is "byte" (256 bytes and an end token: no file needed, every text fits) or the path of a Hugging Face tokenizer.json.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ottava.train.token_file import TokenFile, TokenFileError, write_token_file
+
+END_TOKENS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|im_end|>")
+"""What tokenizers call the end of a document, in the order they are looked for."""
+BATCH = 512  # documents that are handed to a tokenizer at a time; it uses all cores for them
+
+
+class Tokenizer(Protocol):
+    """What turns text into tokens, and back."""
+
+    name: str
+    vocab_size: int
+    end_token: int
+
+    def encode(self, texts: list[str]) -> Iterable[list[int] | NDArray[Any]]:
+        """Tokens of each text."""
+
+    def decode(self, tokens: list[int]) -> str:
+        """Text of tokens."""
+
+
+class ByteTokenizer:
+    """A token a byte of UTF-8, and 256 for the end of a document.
+
+    >>> tokenizer = ByteTokenizer()
+    >>> tokenizer.decode(list(tokenizer.encode(["héllo"]))[0].tolist())
+    'héllo'
+    """
+
+    name = "byte"
+    vocab_size = 257
+    end_token = 256
+
+    def encode(self, texts: list[str]) -> Iterator[NDArray[np.uint8]]:
+        """Tokens of each text."""
+        for text in texts:
+            yield np.frombuffer(text.encode("utf-8", errors="surrogateescape"), dtype=np.uint8)
+
+    def decode(self, tokens: list[int]) -> str:
+        """Text of tokens. Bytes that are no UTF-8 show as U+FFFD; the end token shows as nothing."""
+        return bytes(t for t in tokens if t < 256).decode("utf-8", errors="replace")
+
+
+class JsonTokenizer:
+    """A Hugging Face tokenizer.json.
+
+    end_token: the text of the token that ends a document; by default the first of END_TOKENS that the vocabulary has.
+
+        >>> tokenizer = JsonTokenizer("llama3/tokenizer.json")
+        >>> tokenizer.encode(["Hello"])
+    """
+
+    def __init__(self, path: str | os.PathLike[str], end_token: str | None = None) -> None:
+        try:
+            from tokenizers import Tokenizer as Backend
+        except ImportError as error:
+            raise ValueError("A tokenizer.json needs the package `tokenizers`: pip install 'ottava[train]'.") from error
+        path = Path(path)
+        if not path.is_file():
+            raise ValueError(f"There is no tokenizer at {path}: give 'byte', or the path of a tokenizer.json.")
+        try:
+            self._backend = Backend.from_file(str(path))
+        except Exception as error:  # the backend raises plain Exception
+            raise ValueError(f"{path} is not a tokenizer.json: {error}") from error
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=True)
+        highest = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.vocab_size = max(self.vocab_size, highest + 1)  # numbers may have gaps
+        self.end_token: int = self._find_end(path, end_token)
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+        self.name = f"{path.parent.name}/{path.name}@{digest}".lstrip("/")
+
+    def _find_end(self, path: Path, given: str | None) -> int:
+        for text in (given,) if given is not None else END_TOKENS:
+            number = self._backend.token_to_id(text)
+            if number is not None:
+                return number
+        tried = given if given is not None else ", ".join(END_TOKENS)
+        raise ValueError(f"{path} has no token {tried}: say which token ends a document (end_token).")
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """Tokens of each text, without special tokens."""
+        return [e.ids for e in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, tokens: list[int]) -> str:
+        """Text of tokens."""
+        return self._backend.decode(tokens)
+
+
+def load_tokenizer(name: str, end_token: str | None = None) -> Tokenizer:
+    """ "byte", or the path of a tokenizer.json.
+
+    >>> load_tokenizer("byte").vocab_size
+    257
+    """
+    if name == "byte":
+        if end_token is not None:
+            raise ValueError(
+                f"The byte tokenizer has its own end token; end_token={end_token!r} is for a tokenizer.json."
+            )
+        return ByteTokenizer()
+    return JsonTokenizer(name, end_token)
+
+
+# --------------------------------------------------------------------------------------------------------------- documents
+
+
+def read_documents(paths: Iterable[str | os.PathLike[str]], field: str = "text") -> Iterator[str]:
+    """Documents of files and of all files in folders, in order of their names.
+
+    A .jsonl or .jsonl.gz file has a document a line, in `field`; a .parquet file one a row, in the column `field`; any other
+    file, gzipped or not, is one document.
+
+        >>> list(read_documents(["corpus/", "more.jsonl"]))
+    """
+    for path in map(Path, paths):
+        if not path.exists():
+            raise ValueError(f"There is no file or folder {path}.")
+        files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+        for file in files:
+            yield from _documents_of(file, field)
+
+
+def _documents_of(path: Path, field: str) -> Iterator[str]:
+    suffixes = [s for s in path.suffixes if s != ".gz"]
+    kind = suffixes[-1] if suffixes else ""
+    if kind == ".parquet":
+        yield from _parquet(path, field)
+    elif kind == ".jsonl":
+        with _opened(path) as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield _line(path, number, line, field)
+    else:
+        try:
+            with _opened(path) as file:
+                yield file.read()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8 text (byte {error.start}).") from error
+
+
+def _opened(path: Path) -> Any:
+    # newline="": line ends are text too.
+    opener: Any = gzip.open if path.suffix == ".gz" else open
+    return opener(path, "rt", encoding="utf-8", newline="")
+
+
+def _line(path: Path, number: int, line: str, field: str) -> str:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{path}, line {number}: not JSON ({error}).") from error
+    if not isinstance(record, dict) or not isinstance(record.get(field), str):
+        keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+        raise ValueError(f"{path}, line {number}: no text in the field {field!r}; it has {keys}.")
+    return record[field]
+
+
+def _parquet(path: Path, field: str) -> Iterator[str]:
+    try:
+        import pyarrow  # type: ignore[import-untyped]
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ValueError(f"{path}: parquet files need the package `pyarrow`: pip install pyarrow.") from error
+    try:
+        table = parquet.ParquetFile(path)
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"{path} is not a parquet file: {error}") from error
+    if field not in table.schema_arrow.names:
+        raise ValueError(f"{path} has no column {field!r}; it has {', '.join(table.schema_arrow.names)}.")
+    for batch in table.iter_batches(columns=[field]):
+        for text in batch.column(0).to_pylist():
+            if text is not None:
+                yield str(text)
+
+
+def tokenize(
+    paths: Iterable[str | os.PathLike[str]],
+    output: str | os.PathLike[str],
+    tokenizer: str = "byte",
+    field: str = "text",
+    end_token: str | None = None,
+) -> TokenFile:
+    """Writes the documents of `paths` (see `read_documents`) as a token file. This is `ottava data tokenize`.
+
+    >>> tokenize(["corpus.jsonl"], "corpus.tokens", tokenizer="llama3/tokenizer.json")
+    """
+    turn = load_tokenizer(tokenizer, end_token)
+    return write_token_file(
+        output, _encoded(read_documents(paths, field), turn), turn.vocab_size, turn.name, turn.end_token
+    )
+
+
+def _encoded(texts: Iterator[str], tokenizer: Tokenizer) -> Iterator[Any]:
+    """Tokens of the documents that are not empty."""
+    while batch := list(islice(texts, BATCH)):
+        yield from tokenizer.encode([text for text in batch if text])
+
+
+# ---------------------------------------------------------------------------------------------------------- default dataset
+
+
+def standard_library(cache: str | os.PathLike[str]) -> Path:
+    """A token file of the running Python's own standard-library sources, by bytes; made in the folder `cache` if not there yet.
+
+    >>> standard_library("cache").name
+    'python-3.11.2-0f3a....tokens'
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    files = sorted(p for p in root.rglob("*.py") if not {"site-packages", "dist-packages"} & set(p.parts))
+    readable = [p for p in files if p.is_file() and os.access(p, os.R_OK)]
+    listing = "\n".join(f"{p.relative_to(root)} {p.stat().st_size}" for p in readable)
+    if not readable:
+        raise ValueError(f"No Python sources in {root}: this Python came without them. Give data.files instead.")
+    version = ".".join(map(str, sys.version_info[:3]))
+    path = Path(cache) / f"python-{version}-{hashlib.sha256(listing.encode()).hexdigest()[:12]}.tokens"
+    try:
+        TokenFile(path)
+    except TokenFileError:  # not there, or damaged
+        # Some of the library's tests are sources that are not UTF-8 on purpose: bytes pass as they are.
+        texts = (p.read_text(encoding="utf-8", errors="surrogateescape") for p in readable)
+        turn = ByteTokenizer()
+        write_token_file(path, _encoded(texts, turn), turn.vocab_size, turn.name, turn.end_token)
+    return path

@@ -1,0 +1,209 @@
+"""What travels: half of bf16's bytes, one amax reduction a step, bytes that are up to date, and memory that is freed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import ottava
+from distributed.fsdp_cases import (
+    HIDDEN,
+    ONE_DIRECTION,
+    RECIPES,
+    Counted,
+    adamw,
+    batch,
+    build,
+    compare_gathered,
+    mesh_of,
+    same_layout,
+    step,
+    two_ranks,
+)
+from distributed.ranks import Ranks
+from ottava.distributed import fsdp
+from ottava.distributed.gathered import GatheredWeight, receive
+from ottava.distributed.sharded_weight import ShardedWeight
+from ottava.distributed.wire_copy import WireCopy, renew_copies
+from ottava.quant.scheme import Scheme
+
+
+def wire_bytes(name: str) -> tuple[int, int, int] | None:
+    """(bytes of one step with FP8 weights, with bf16 weights, MAX all-reduces of an optimizer step)."""
+    mesh = two_ranks()
+    if mesh is None:
+        return None
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    def linears() -> nn.Sequential:
+        return nn.Sequential(*(ottava.Linear(HIDDEN, HIDDEN, bias=False, device="cpu") for _ in range(3)))
+
+    model, plain = linears(), linears()
+    fsdp.shard_model(model, mesh, RECIPES[name], mp_policy=policy)
+    for layer in plain:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(plain, mesh=mesh, mp_policy=policy)
+    optimizer = adamw(model)
+    fsdp.attach(optimizer, model)
+    with Counted() as fp8:
+        step(model, name, 0, 0, mesh.get_group())
+        for parameter in model.parameters():
+            assert isinstance(parameter.grad, DTensor) and parameter.grad.dtype == torch.float32
+    with Counted() as bf16:
+        step(plain, name, 0, 0, mesh.get_group())
+    with Counted() as counted:
+        optimizer.step()
+    return fp8.bytes, bf16.bytes, counted.maxima
+
+
+@pytest.mark.parametrize(("name", "bar"), [(n, 0.3 if n.startswith("nvfp4") else 0.55) for n in RECIPES])
+def test_bytes_on_the_wire_and_one_amax_reduction_a_step(four_ranks: Ranks, name: str, bar: float) -> None:
+    for fp8, bf16, maxima in filter(None, four_ranks.run(wire_bytes, name)):
+        assert (
+            bf16 == 2 * 3 * 2 * HIDDEN * HIDDEN // 2
+        )  # forward and backward, 3 weights, 2 bytes, half of each on a rank
+        assert 0 < fp8 <= bar * bf16
+        assert maxima == 1
+
+
+def stale() -> list[str] | None:
+    """What goes wrong where masters change and nobody refreshes."""
+    mesh = mesh_of("3 uneven")
+    if mesh is None:
+        return None
+    errors: list[str] = []
+
+    def attempt() -> None:
+        try:
+            step(model, "current", 0, 0)
+        except ValueError as error:
+            errors.append(str(error))
+        else:
+            errors.append("")
+
+    model = build(1)
+    fsdp.shard_model(model, mesh, RECIPES["current"])
+    optimizer = adamw(model)
+    attempt()  # fresh from the start, though FSDP moves uneven shards into new memory now
+    optimizer.step()
+    attempt()  # stale by an optimizer without the hook
+    fsdp.refresh(model)
+    attempt()
+    state = model.state_dict()
+    next(iter(v for n, v in state.items() if n.endswith("norm_linear.weight")))._local_tensor.mul_(2)
+    attempt()  # stale by a write into the state dict, as a checkpoint loader does it
+    fsdp.refresh(model)
+    compare_gathered(model, "current")
+    model.load_state_dict({n: v.clone() for n, v in state.items()})  # refreshes by itself
+    compare_gathered(model, "current")
+    attempt()
+    handle = fsdp.attach(optimizer, model)
+    optimizer.step()
+    attempt()
+    handle.remove()
+    optimizer.step()
+    attempt()  # stale again
+    return errors
+
+
+def test_a_stale_copy_is_an_error(four_ranks: Ranks) -> None:
+    answers = [a for a in four_ranks.run(stale) if a is not None]
+    assert len(answers) == 3
+    for errors in answers:
+        assert [bool(e) for e in errors] == [False, True, False, True, False, False, True]
+        assert "has changed since its FP8 copy was made" in errors[1] and "attach(optimizer, model)" in errors[1]
+
+
+def evaluate_and_free() -> tuple[Tensor, int] | None:
+    """Output outside autocast, and the bytes of gathered weights that are left after a forward."""
+    mesh = two_ranks()
+    if mesh is None:
+        return None
+    model = build(1)
+    fsdp.shard_model(model, mesh, RECIPES["current"])
+    kept: list[Tensor] = []
+
+    def look(module: nn.Module, args: Any) -> None:
+        weight = module.weight
+        assert isinstance(weight, GatheredWeight)
+        kept.extend((weight.rowwise_data, weight.columnwise_data))  # type: ignore[arg-type]
+
+    block: Any = model.blocks[0]
+    block.norm_linear.register_forward_pre_hook(look)
+    with torch.no_grad():
+        y = model(batch(0, 0))
+    return y, sum(t.untyped_storage().size() for t in kept)
+
+
+def test_evaluation_in_high_precision_and_freed_memory(four_ranks: Ranks) -> None:
+    model = build(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("weight", "weight0", "weight1")) and "layer_norm" not in name:
+                parameter.copy_(ottava.quantize(parameter, RECIPES["current"], role="weight").dequantize())
+        expected = model(batch(0, 0))
+    for y, left in filter(None, four_ranks.run(evaluate_and_free)):
+        assert torch.equal(y, expected)
+        assert left == 0
+
+
+def copies_of(weight: Tensor, scheme: Scheme, world: int) -> list[WireCopy]:
+    """The copies of `world` ranks, renewed, with the reductions done here."""
+    copies, shards = [], list(weight.chunk(world))
+    shards += [weight[:0]] * (world - len(shards))  # as FSDP does
+    for rank in range(world):
+        copies.append(WireCopy("weight", scheme, tuple(weight.shape)))
+        copies[-1].bind(rank, world)
+    tensor_amax = torch.stack([c.tensor_amax(s) for c, s in zip(copies, shards, strict=True)]).amax(dim=0)
+    block_amax = torch.stack([c.block_amax(s) for c, s in zip(copies, shards, strict=True)]).amax(dim=0)
+    for copy, shard in zip(copies, shards, strict=True):
+        copy.joint.set_amax(tensor_amax) if tensor_amax.numel() else None
+        copy.renew(shard.contiguous(), block_amax)
+    return copies
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "delayed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world", [1, 2, 3, 7, 40])
+def test_any_shards_of_a_weight_give_the_whole(name: str, dtype: torch.dtype, world: int) -> None:
+    """Also empty shards, shards smaller than a block, NaN and infinity."""
+    weight = torch.randn(304, 208).to(dtype)
+    weight[7, 3], weight[290, 200] = float("nan"), float("inf")
+    weight[16:48] = 0
+    expected = ottava.quantize(weight, RECIPES[name], role="weight")
+    copies = copies_of(weight, Scheme.of(RECIPES[name], "weight"), world)
+    directions = ["rowwise", "columnwise", "both"] if name in ONE_DIRECTION else ["rowwise"]
+    for direction in directions:
+        for copy in copies:
+            copy.gathers_both = direction == "both"
+        outputs = [torch.cat(messages) for messages in zip(*(c.messages(direction) for c in copies), strict=True)]
+        result = receive(copies[-1], outputs, direction, dtype, None)
+        assert result is not None
+        compared = 0
+        for part, tensor in result[0]._parts.items():
+            if name not in ONE_DIRECTION or direction == "both" or part.startswith(direction):
+                assert torch.equal(tensor, expected._parts[part]), (direction, part)
+                assert same_layout(tensor, expected._parts[part])
+                compared += 1
+        assert compared >= 2
+
+
+def test_sharded_weight_is_an_ordinary_tensor_to_others() -> None:
+    copy = WireCopy("weight", Scheme("e4m3"), (4, 16))
+    weight = ShardedWeight(torch.ones(4, 16), copy)
+    renew_copies([(weight.master, copy)])
+    assert copy.fresh(weight.master)
+    for made in (weight + 1, weight.clone(), torch.zeros_like(weight), weight.to(torch.bfloat16), weight.sum()):
+        assert type(made) is Tensor
+    for kept in (weight.detach(), weight.view(-1), weight[:2], torch.empty_like(weight), weight.new_zeros(2, 2)):
+        assert isinstance(kept, ShardedWeight)
+    assert copy.fresh(weight.master)
+    assert weight.add_(1) is weight and not copy.fresh(weight.master)
+    assert torch.equal(weight.master, torch.full((4, 16), 2.0))
+    assert "e4m3:tensor" in repr(weight)

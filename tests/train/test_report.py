@@ -1,0 +1,156 @@
+"""The report: one page that needs nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from ottava.train import charts
+from ottava.train.arguments import to_toml
+from ottava.train.config import Config
+from ottava.train.metrics import Metrics, StepMetrics
+from ottava.train.report import load_run, write_report
+
+
+def make_run(folder: Path, steps: int = 40, speed: float = 1.0) -> Path:
+    """A run with a restart, a step that was skipped, gates and FP8 health."""
+    with Metrics(folder) as metrics:
+        for n in range(1, steps + 1):
+            metrics.record(
+                StepMetrics(
+                    n, float("nan") if n == 9 else 2 + 3.5 / n, 1.0, 1e-3, 64 * n, 640.0 * speed, 0.1,
+                    mfu=0.4 * speed, mfu_basis="6N <causal>", peak_reserved_gib=1.5, forward_s=0.03, backward_s=0.06,
+                    optimizer_s=0.01, validation_loss=2.5 if n % 10 == 0 else None, attempt=int(n > 20),
+                    event="skipped: non-finite loss" if n == 9 else None,
+                )
+            )  # fmt: skip
+    (folder / "config.toml").write_text(to_toml(Config()))
+    gates = [{"name": "min_mfu", "limit": 0.5, "value": 0.4, "passed": False}]
+    (folder / "summary.json").write_text(json.dumps({"outcome": "gate failed", "gates": gates}))
+    looks = [
+        {"step": s, "tensors": {f"layers.{i}.proj.input": {"underflow": 0.01 * i, "saturated": 0.0} for i in range(12)}}
+        for s in (10, 20, 30)
+    ]
+    (folder / "fp8.jsonl").write_text("".join(json.dumps(look) + "\n" for look in looks))
+    return folder
+
+
+class Page(HTMLParser):
+    """Tags, what they refer to, and whether they are closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.references: list[str] = []
+        self.words: list[str] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.seen.append(tag)
+        self.references += [value for key, value in attributes if key in ("src", "href", "srcset")]
+        if tag not in ("meta", "link", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.seen.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+@pytest.fixture
+def page(tmp_path):
+    text = write_report(
+        [make_run(tmp_path / "bf16"), make_run(tmp_path / "fp8 <b>", speed=1.3)], tmp_path / "r.html"
+    ).read_text()
+    return text, Page(text)
+
+
+def test_the_page_needs_nothing_else(page):
+    text, parsed = page
+    assert "script" not in parsed.seen and parsed.references == ["data:,"]
+    assert "http://" not in text and "https://" not in text and "url(" not in text and "@import" not in text
+
+
+def test_names_and_texts_are_escaped(page):
+    text, parsed = page
+    assert "fp8 <b>" not in text and "b" not in parsed.seen and "fp8 <b>" in " ".join(parsed.words)
+
+
+def test_everything_is_drawn_for_both_runs(page):
+    _, parsed = page
+    words = " ".join(parsed.words)
+    for title in (
+        "Loss",
+        "Validation loss",
+        "MFU",
+        "Reserved memory, GiB",
+        "Where a step's seconds go: bf16",
+        "FP8 health: bf16",
+    ):
+        assert title in words
+    for said in (
+        "gate failed",
+        "failed",
+        "restart 1",
+        "skipped: non-finite loss",
+        "52.0%",
+        "6N <causal>",
+        "layer 11, step 30: 11%",
+    ):
+        assert said in words
+    assert parsed.seen.count("svg") == 7 + 2 + 2
+    assert parsed.seen.count("polygon") == 2 * 3
+    assert parsed.seen.count("rect") == 2 * 12 * 3
+
+
+def test_charts_are_valid_xml_without_nan(page):
+    for svg in re.findall(r"<svg.*?</svg>", page[0], flags=re.S):
+        ElementTree.fromstring(svg)
+        assert "nan" not in svg.replace("non-finite", "").lower() and "inf" not in svg.replace("non-finite", "").lower()
+
+
+def test_a_skipped_step_is_a_gap_in_the_line(tmp_path):
+    loss = load_run(make_run(tmp_path / "a")).column("loss")
+    svg = charts.lines("Loss", [loss])
+    assert svg.count("<polyline") == 2
+
+
+def test_long_runs_make_small_pages(tmp_path):
+    path = write_report([make_run(tmp_path / "long", steps=5_000)], tmp_path / "r.html")
+    assert path.stat().st_size < 300_000
+
+
+def test_a_run_that_just_began_and_has_nothing_else(tmp_path):
+    with Metrics(tmp_path / "new") as metrics:
+        metrics.record(StepMetrics(1, 5.5, 1.0, 1e-3, 64, 640.0, 0.1))
+    parsed = Page(write_report([tmp_path / "new"], tmp_path / "r.html").read_text())
+    assert "running or killed" in parsed.words and "circle" in parsed.seen
+
+
+def test_what_is_no_run_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"is not a run: it has no metrics.jsonl"):
+        write_report([tmp_path], tmp_path / "r.html")
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match="has no step yet"):
+        write_report([tmp_path], tmp_path / "r.html")
+    with pytest.raises(ValueError, match="at least one run"):
+        write_report([], tmp_path / "r.html")
+
+
+@pytest.mark.parametrize(
+    "low, high, want",
+    [(0, 10, [0, 2, 4, 6, 8, 10]), (2.01, 5.6, [3, 4, 5]), (0, 3e-3, [0, 1e-3, 2e-3, 3e-3]), (5, 5, [5])],
+)
+def test_ticks_are_round(low, high, want):
+    assert charts.ticks(low, high) == pytest.approx(want)
