@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import json
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -191,6 +193,57 @@ def test_storage_info_is_what_dcp_writes() -> None:
     assert info.__reduce_ex__(4)[2] == {"relative_path": "__0_0.distcp", "offset": 64, "length": 100}
 
 
+def test_forget_gathered_lets_sizes_change() -> None:
+    from torch.distributed.fsdp import fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        model = fully_shard(torch.nn.Linear(4, 4))
+        before = model(torch.ones(1, 4))
+        model.reshard()
+        torch_private.forget_gathered(model)
+        assert torch.equal(model(torch.ones(1, 4)), before)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_persistent_buffers() -> None:
+    module = torch.nn.Module()
+    module.register_buffer("kept", torch.ones(1))
+    module.register_buffer("left_out", torch.ones(1), persistent=False)
+    module.register_buffer("none", None)
+    assert [name for name, _ in torch_private.persistent_buffers(module)] == list(module.state_dict()) == ["kept"]
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_fsdp1_stretches_are_the_parameters(strategy: str) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    world = 2 if strategy == "FULL_SHARD" else 1
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        linear = torch.nn.Linear(3, 2)
+        weight, bias = linear.weight.detach().clone(), linear.bias.detach().clone()
+        unit = FullyShardedDataParallel(
+            linear, sharding_strategy=ShardingStrategy[strategy], device_id=torch.device("cpu"), use_orig_params=True
+        )
+        stretches = {n: (m, s, t, a) for m, n, s, t, a in torch_private.fsdp1_stretches(unit)}
+        assert stretches["weight"][:2] == (linear, (2, 3)) and stretches["bias"][:2] == (linear, (2,))
+        half = linear.weight.numel()  # rank 0 of two holds a part of the weight and nothing of the bias
+        assert half == 6 if world == 1 else 0 < half < 6
+        assert torch.equal(stretches["weight"][2], weight.flatten()[:half]) and stretches["weight"][3] == 0
+        assert torch.equal(stretches["bias"][2], bias[: 0 if world == 2 else 2])
+        assert stretches["weight"][2].data_ptr() == linear.weight.data_ptr()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_flight_record_is_json() -> None:
+    assert isinstance(json.loads(torch_private.flight_record()), dict)
+
+
 def test_every_function_is_tested_here() -> None:
     functions = {
         name
@@ -198,6 +251,7 @@ def test_every_function_is_tested_here() -> None:
         if value.__module__ == torch_private.__name__
     }
     tested = {
+        "flight_record",
         "inside_backward",
         "backward_id",
         "at_end_of_backward",
@@ -207,11 +261,14 @@ def test_every_function_is_tested_here() -> None:
         "map_instances",
         "generator_state",
         "is_exporting",
+        "forget_gathered",
         "local_box",
         "in_reentrant_checkpoint",
         "local_tensor",
         "saved_tensor_hooks_active",
         "storage_info",
         "fsdp1_replicas",
+        "persistent_buffers",
+        "fsdp1_stretches",
     }
     assert functions == tested, "add a test for what is new"

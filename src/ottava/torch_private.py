@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -107,3 +108,61 @@ def saved_tensor_hooks_active() -> bool:
 def fsdp1_replicas(unit: Any) -> Any:
     """The group of a hybrid-sharded FSDP1 unit whose ranks hold equal shards; None where nothing is replicated."""
     return getattr(unit, "_inter_node_pg", None)
+
+
+def storage_info(file: str, offset: int, length: int) -> Any:
+    """DCP's record of where an entry lies: `length` bytes at `offset` of `file`."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, offset, length)
+
+
+def forget_gathered(module: Any) -> None:
+    """Makes FSDP2 set up what it gathers for `module` anew at its next all-gather: sizes and the gathered tensors may differ then.
+
+    The module must be sharded (not gathered) now.
+    """
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    for group in groups:
+        for parameter in group.fsdp_params if group is not None else ():
+            parameter.all_gather_outputs = []
+            parameter._unsharded_inner_tensors = []
+            if hasattr(parameter, "_unsharded_param"):
+                del parameter._unsharded_param
+
+
+def persistent_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The buffers of the module itself that belong into its state dict."""
+    left_out = module._non_persistent_buffers_set
+    return [(name, b) for name, b in module._buffers.items() if b is not None and name not in left_out]
+
+
+def fsdp1_stretches(unit: Any) -> list[tuple[torch.nn.Module, str, tuple[int, ...], torch.Tensor, int]]:
+    """(module, parameter's name, its shape, what this rank holds of it, flattened, and where that begins) for an FSDP1 unit.
+
+    Of the unit's own memory, also while the parameters are gathered. Tied parameters come once, at the first of their modules.
+    """
+    if unit._handle is None:
+        return []
+    flat = unit._handle.flat_param
+    shard = getattr(flat, "_local_shard", flat.data)
+    ends = itertools.accumulate(flat._numels_with_padding)  # padding lies between parameters
+    own = [end for end, padding in zip(ends, flat._is_padding_mask) if not padding]
+    found = []
+    for info, shape, place, end in zip(flat._param_infos, flat._shapes, flat._shard_param_infos, own, strict=True):
+        if not unit._handle.uses_sharded_strategy:  # all of it lies here; `place` says nothing then
+            start, local = 0, shard[end - shape.numel() : end]
+        elif place.in_shard:
+            start = place.intra_param_start_idx
+            local = shard[place.offset_in_shard : place.offset_in_shard + place.numel_in_shard]
+        else:
+            start, local = 0, shard[:0]
+        found.append((info.module, info.param_name, tuple(shape), local.detach(), start))
+    return found
+
+
+def flight_record() -> str:
+    """The collectives that this process has started, as JSON: what torch's flight recorder holds (TORCH_FR_BUFFER_SIZE of them)."""
+    record = torch._C._distributed_c10d._dump_fr_trace_json()  # type: ignore[attr-defined]
+    return record.decode() if isinstance(record, bytes) else record

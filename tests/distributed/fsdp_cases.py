@@ -33,6 +33,7 @@ RECIPES: dict[str, recipe.Recipe] = {
     "block1d": recipe.Float8BlockScaling(w_block_scaling_dim=1),
     "nvfp4_1d": recipe.NVFP4BlockScaling(disable_stochastic_rounding=True, disable_2d_quantization=True),
 }
+OTHER_RECIPES = {"dequantized": recipe.MXFP8BlockScaling(backward_override="dequantized")}  # rows serve backward too
 ONE_DIRECTION = ("mxfp8", "block1d", "nvfp4_1d")
 # What `fully_shard` takes: ranks to shard over, or (replicas, ranks to shard over).
 MESHES: dict[str, Any] = {"2": [0, 1], "3 uneven": [0, 1, 2], "4": [0, 1, 2, 3], "hsdp": [[0, 1], [2, 3]]}
@@ -134,7 +135,9 @@ def compare_gathered(model: nn.Module, name: str) -> int:
             gathered = {n: p for n, p in model.named_parameters() if isinstance(p, GatheredWeight)}
             for key, weight in gathered.items():
                 assert weight._held[0] in (direction, "rowwise", "both")
-                expected = ottava.quantize(masters[key], RECIPES[name], role="weight", scale=scales.get(key))
+                expected = ottava.quantize(
+                    masters[key], (RECIPES | OTHER_RECIPES)[name], role="weight", scale=scales.get(key)
+                )
                 for part in (n for n in weight._parts if n.startswith(direction)):
                     assert torch.equal(weight._parts[part], expected._parts[part]), (name, key, part)
                     assert same_layout(weight._parts[part], expected._parts[part]), (key, part)
@@ -207,7 +210,7 @@ def two_ranks() -> DeviceMesh | None:
 
 def step(model: nn.Module, name: str, number: int, part: int, group: Any = None) -> Tensor:
     """One forward and backward of part `part` of batch `number`; the loss. group: that shares delayed scales, if not all ranks."""
-    with ottava.autocast(recipe=RECIPES[name], amax_reduction_group=group):
+    with ottava.autocast(recipe=(RECIPES | OTHER_RECIPES)[name], amax_reduction_group=group):
         loss = model(batch(number, part)).square().mean()
     loss.backward()
     return loss.detach()

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import ottava
 import ottava.recipe as recipe
-from ottava.distributed import ParallelPlan, attach, meshes_of, parallelize
+from ottava.distributed import ParallelPlan, meshes_of, parallelize
 from ottava.models.gpt import GPT, GPTConfig
 from ottava.models.llama import Llama, LlamaConfig
 from ottava.nn.initialize import materialize_
@@ -51,13 +51,13 @@ class Case:
 def build(name: str) -> nn.Module:
     """On the meta device. tp up to 4 divides heads, groups, ffn and vocabulary."""
     if name == "llama":
-        return Llama(LlamaConfig(128, 128, 256, layers=2, heads=4, kv_heads=4, max_length=32), device="meta")
-    return GPT(GPTConfig(128, 128, 256, layers=2, heads=4, max_length=32, dropout=0.0, tie_embeddings=True), device="meta")
+        return Llama(LlamaConfig(256, 256, 512, layers=2, heads=4, kv_heads=4, max_length=32), device="meta")
+    return GPT(GPTConfig(256, 256, 512, layers=2, heads=4, max_length=32, dropout=0.0, tie_embeddings=True), device="meta")
 
 
 def batch_of(step: int, size: int) -> Tensor:
     """Tokens [size, 33] of a step, the same everywhere."""
-    return torch.randint(128, (size, 33), generator=torch.Generator().manual_seed(step))
+    return torch.randint(256, (size, 33), generator=torch.Generator().manual_seed(step))
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
@@ -110,13 +110,10 @@ def spread(case: Case) -> dict[str, Any] | None:
     """The same on the ranks of the plan; None in ranks that the plan has no place for."""
     chosen = RECIPES[case.recipe]
     plan = ParallelPlan(**{"param_dtype": torch.float32, **case.plan})
-    model = parallelize(build(case.model), plan, recipe=chosen, seed=SEED)
+    model = parallelize(build(case.model), plan, seed=SEED)
     meshes = meshes_of(model)
     start = weights(model)
-    optimizer = adam(model)
-    if chosen is not None and plan.strategy == "fsdp2":
-        attach(optimizer, model)
-    losses = run_steps(model, chosen, [meshes.dp_rank], meshes.dp_size, case.batch, optimizer)
+    losses = run_steps(model, chosen, [meshes.dp_rank], meshes.dp_size, case.batch, adam(model))
     mean = torch.tensor(losses)
     dist.all_reduce(mean)
     mean /= dist.get_world_size()

@@ -16,6 +16,7 @@ import ottava
 from distributed.fsdp_cases import (
     MESHES,
     ONE_DIRECTION,
+    OTHER_RECIPES,
     RECIPES,
     STEPS,
     Counted,
@@ -106,7 +107,7 @@ def test_training_equals_one_process(four_ranks: Ranks, references: dict, name: 
 def train_alone(name: str) -> bool:
     mesh = one_rank_mesh()
     model, alone = build(1), build(1)
-    fsdp.shard_model(model, mesh, RECIPES[name])
+    fsdp.shard_model(model, mesh, (RECIPES | OTHER_RECIPES)[name])
     compare_gathered(model, name)
     optimizer, optimizer_alone = adamw(model), adamw(alone)
     fsdp.attach(optimizer, model)
@@ -121,7 +122,7 @@ def train_alone(name: str) -> bool:
     return all(torch.equal(weights[key], value) for key, value in state.items())
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [*RECIPES, "dequantized"])
 def test_world_size_one(four_ranks: Ranks, name: str) -> None:
     assert all(four_ranks.run(train_alone, name))
 

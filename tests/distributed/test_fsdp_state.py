@@ -102,6 +102,7 @@ def refusals() -> list[str]:
         stored = linear()
     refused(stored, RECIPES["block"])
     refused(ottava.Linear(64, 40, device="cpu"), RECIPES["current"])
+    refused(linear(), recipe.MXFP8BlockScaling(backward_override="high_precision"))
     sharded = linear()
     fully_shard(sharded, mesh=mesh)
     refused(sharded, RECIPES["current"])
@@ -112,7 +113,7 @@ def test_refusals_say_what_to_do(four_ranks: Ranks) -> None:
     messages = four_ranks.run(refusals)[0]
     expected = [
         "True or False, got 2", "ParallelPlan().meshes().dp", "meshes().weight", "multiples of 128", "multiples of 32", "multiples of 128",
-        "that quantized_model_init had", "(40, 64)", "sharded already",
+        "that quantized_model_init had", "(40, 64)", "backward_override='dequantized'", "sharded already",
     ]  # fmt: skip
     for message, words in zip(messages, expected, strict=True):
         assert words in message

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from distributed.vocab_ranks import run_ranks
-from ottava.distributed import vocabulary
+from ottava.distributed import cross_entropy, vocabulary
 from ottava.distributed.vocabulary import VocabParallelEmbedding, VocabParallelHead, vocab_parallel_cross_entropy
 from ottava.nn.initialize import materialize_
 
@@ -242,7 +242,7 @@ def test_logits_of_minus_infinity_are_never_chosen() -> None:
 def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, targets, options = loss_inputs("all")
     whole = loss_and_grad(logits, targets, None, options)
-    monkeypatch.setitem(vocabulary.CHUNK, "cpu", 5 * WIDTH)
+    monkeypatch.setitem(cross_entropy.CHUNK, "cpu", 5 * WIDTH)
     parts = loss_and_grad(logits, targets, None, options)
     assert all(torch.equal(a, b) for a, b in zip(whole, parts))
 
@@ -357,6 +357,6 @@ def test_the_heads_input_gradient_is_summed_over_ranks(
 
 
 def test_a_vocabulary_that_does_not_divide_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vocabulary, "_size", lambda group: 4)
+    monkeypatch.setattr(vocabulary, "size_of", lambda group: 4)
     with pytest.raises(ValueError, match="37 cannot be split over 4 .* Pass pad_to_multiple=4"):
         VocabParallelEmbedding(37, 4, device="cpu")

@@ -1,4 +1,4 @@
-"""`ottava ...`, also as `python -m ottava ...`. Exit codes: 0 done, 2 wrong usage."""
+"""`ottava ...`, also as `python -m ottava ...`. Exit codes: 0 done, 2 wrong usage; `ottava train` has more (docs/training.md)."""
 
 from __future__ import annotations
 
@@ -9,26 +9,48 @@ import sys
 from ottava import __version__
 from ottava.bench import BENCHMARKS
 
+COMMANDS = {
+    "train": "train a language model; `ottava train --help` explains every option",
+    "data": "make token files from text",
+    "report": "one HTML page about one run or several",
+    "checkpoint": "look at checkpoints",
+}
+"""Each is a module of this package. Only the one that is named is imported."""
 
-def _parser() -> argparse.ArgumentParser:
+
+def _parser(words: list[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ottava", description="FP8 transformer training for PyTorch, in plain Python."
     )
     parser.add_argument("--version", action="version", version=f"ottava {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, about in COMMANDS.items():
+        sub = commands.add_parser(name, help=about, description=f"{about}.")
+        if name != "train" and name in words[:1]:
+            importlib.import_module(f"ottava.cli.{name}").add_arguments(sub)
     bench = commands.add_parser("bench", help="measure something; outputs are checked first")
+    if "bench" in words[:1]:
+        _add_benchmarks(bench)
+    return parser
+
+
+def _add_benchmarks(bench: argparse.ArgumentParser) -> None:
     names = bench.add_subparsers(dest="name", required=True, metavar="NAME")
     for name, about in BENCHMARKS.items():
         module = importlib.import_module(f"ottava.bench.{name}")
         sub = names.add_parser(name, help=about, description=f"{about}.")
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)
-    return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    if words[:1] == ["train"]:  # its options come from the configuration's classes, not from argparse
+        from ottava.cli.train import run
+
+        return run(words[1:])
+    options = _parser(words).parse_args(words)
     return options.run(options)
 
 

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+import ottava.distributed.stored_shard  # noqa: F401 (FP8 weights under torch's own fully_shard find it there)
 from ottava.distributed.plan import Meshes, ParallelPlan
 from ottava.distributed.random import CudaRNGStatesTracker, model_parallel_seed
 from ottava.distributed.recompute import apply_recompute, checkpoint

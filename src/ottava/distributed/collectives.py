@@ -94,11 +94,12 @@ def all_reduce(y: Tensor, group: Any, bias: Tensor | None = None) -> Tensor:
 
 def _sum_by_halves(parts: Tensor, bias: Tensor | None) -> Tensor:
     """parts [size, m, N] -> [m, N]: float32 additions, halves of the ranks first; then the bias, then one rounding."""
-    terms = [part.float() for part in parts]
+    wide = torch.promote_types(parts.dtype, torch.float32)
+    terms = [part.to(wide) for part in parts]
     while len(terms) > 1:
         odd = terms[len(terms) // 2 * 2 :]
         terms = [a + b for a, b in zip(terms[0::2], terms[1::2])] + odd
-    total = terms[0] if bias is None else terms[0] + bias.float()
+    total = terms[0] if bias is None else terms[0] + bias.to(wide)
     return total.to(parts.dtype)
 
 

@@ -102,7 +102,7 @@ def _row_sums(x: Tensor) -> Tensor:
     width, parts = x.shape[1], 1
     while width > LEAF and width % 2 == 0:
         width, parts = width // 2, parts * 2
-    sums = x.reshape(-1, width).sum(dim=1) if x.shape[0] * parts > 1 else _fixed_sum(x[0])[None]
+    sums = x.reshape(x.shape[0] * parts, width).sum(dim=1) if x.shape[0] * parts > 1 else _fixed_sum(x[0])[None]
     sums = sums.view(-1, parts)
     while sums.shape[1] > 1:
         sums = sums[:, 0::2] + sums[:, 1::2]

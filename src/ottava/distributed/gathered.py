@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ottava import torch_private
 from ottava.distributed.block_grid import transposed
-from ottava.distributed.wire_copy import BOTH, COLUMNWISE, ROWWISE, WireCopy
+from ottava.distributed.wire_copy import BOTH, COLUMNWISE, PLAIN, ROWWISE, WireCopy
 from ottava.quant.tensor import QuantizedTensor
 
 aten = torch.ops.aten
@@ -74,6 +75,19 @@ def send(copy: WireCopy, device: torch.device) -> tuple[tuple[Tensor, ...], str]
     if copy.apart:
         direction = BOTH if copy.gathers_both else COLUMNWISE if torch_private.inside_backward() else ROWWISE
     return tuple(message.to(device) for message in copy.messages(direction)), direction
+
+
+def send_plain(copy: WireCopy, master: Tensor, device: torch.device) -> tuple[tuple[Tensor, ...], str]:
+    """The rows themselves, for a weight whose recipe is not known or quantizes nothing."""
+    rows = master.to(device, copy.plain_dtype or master.dtype)
+    return (pad(rows, (0, 0, 0, copy.padded_rows - rows.shape[0])).contiguous(),), PLAIN
+
+
+def receive_plain(
+    copy: WireCopy, outputs: Sequence[Tensor], out: Tensor | None
+) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+    """The whole weight in high precision: a view of what was gathered, which FSDP frees and refills."""
+    return (outputs[0][: copy.shape[0]], ()) if out is None else None
 
 
 def receive(

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecision, MixedPrecisionPolicy
 
 from ottava.distributed.agreement import check_agreement
 from ottava.distributed.fsdp import refresh, shard_model
@@ -53,16 +53,15 @@ def parallelize(
     Works in place and returns the model (a wrapper of it for "fsdp1" and "ddp"). `meshes_of(model)` has the meshes afterwards: a
     rank trains on part `dp_rank` of `dp_size` of the data.
 
-    recipe: the recipe of the `autocast` that the model will train under. FSDP2 then gathers weights as FP8 bytes, made from the
-        float32 parameters once a step: call `attach(optimizer, model)`. None: weights are gathered in `plan.param_dtype`.
+    recipe: the recipe of the `autocast` that the model will train under, if it is to be checked now. FSDP2 gathers weights as FP8
+        bytes, made from the float32 parameters once a step; without a recipe here, from the first forward inside `autocast` on.
     blocks: the modules that are sharded, prefetched and recomputed one at a time; by default the `TransformerLayer`s.
     seed: of the first values of a model on the meta device, which are the same on every mesh.
     config: what else all ranks must agree on. machine: `Machine.detect()` if not given.
 
         >>> plan = ParallelPlan(dp_shard=-1, tp=2)
-        >>> model = parallelize(Llama(config, device="meta"), plan, recipe=recipe.Float8CurrentScaling())
+        >>> model = parallelize(Llama(config, device="meta"), plan)
         >>> optimizer = torch.optim.AdamW(model.parameters())
-        >>> attach(optimizer, model)
     """
     if not isinstance(plan, ParallelPlan):
         raise ValueError(
@@ -114,11 +113,9 @@ def prefetch_blocks(blocks: Iterable[nn.Module], count: int) -> None:
         if not isinstance(block, FSDPModule):
             raise ValueError(f"prefetch_blocks takes modules that fully_shard has sharded, got {type(block).__name__}.")
         sharded.append(block)
-    if count < 1:
-        return
-    for i, block in enumerate(sharded):
-        block.set_modules_to_forward_prefetch(sharded[i + 1 : i + 1 + count])
-        block.set_modules_to_backward_prefetch(sharded[max(i - count, 0) : i][::-1])
+    for i, unit in enumerate(sharded if count > 0 else []):
+        unit.set_modules_to_forward_prefetch(sharded[i + 1 : i + 1 + count])
+        unit.set_modules_to_backward_prefetch(sharded[max(i - count, 0) : i][::-1])
 
 
 # ------------------------------------------------------------------------------------------------------------- strategies
@@ -139,13 +136,8 @@ def _fsdp2(
     }
     if plan.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
-    if recipe is not None:
-        again = blocks if plan.recompute == "full" else ()
-        shard_model(model, meshes.dp, recipe, weight_mesh=meshes.weight, blocks=blocks, recomputed=again, **options)
-    else:
-        for block in blocks:
-            fully_shard(block, mesh=meshes.dp, **options)
-        fully_shard(model, mesh=meshes.dp, **options)
+    again = blocks if plan.recompute == "full" else ()
+    shard_model(model, meshes.dp, recipe, weight_mesh=meshes.weight, blocks=blocks, recomputed=again, **options)
     prefetch_blocks([b for b in blocks if b is not model], plan.prefetch)
     _fill(model, seed, torch.device("cpu") if plan.cpu_offload else device)
     if recipe is not None:

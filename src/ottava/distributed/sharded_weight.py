@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ottava import torch_private
-from ottava.distributed.gathered import receive, send
-from ottava.distributed.wire_copy import WireCopy
+from ottava.distributed.gathered import receive, receive_plain, send, send_plain
+from ottava.distributed.wire_copy import PLAIN, WireCopy
 
 aten = torch.ops.aten
 
@@ -61,7 +61,7 @@ class ShardedWeight(torch.Tensor):
     __torch_function__ = torch_private.DISABLED_TORCH_FUNCTION  # type: ignore[assignment]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"ShardedWeight({self.copy.name!r}, {self.master!r}, gathered as {self.copy.scheme})"
+        return f"ShardedWeight({self.copy.name!r}, {self.master!r}, gathered as {'it is' if self.copy.plain else self.copy.scheme})"
 
     def __tensor_flatten__(self) -> tuple[list[str], WireCopy]:
         return ["master"], self.copy
@@ -99,11 +99,13 @@ class ShardedWeight(torch.Tensor):
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], str]:
         """The bytes of this rank's rows. (One argument besides self: torch then allows shards of different sizes.)"""
+        if self.copy.plain:
+            return send_plain(self.copy, self.master, self.device)
         if self.copy.row_data is None or not self.copy.fresh(self.master):
             what = "has no FP8 copy yet" if self.copy.row_data is None else "has changed since its FP8 copy was made"
             raise ValueError(
-                f"{self.copy.name} {what}: call ottava.distributed.fsdp.refresh(model) after loading or initializing "
-                "weights, and attach(optimizer, model) once, so that every optimizer step renews the copies."
+                f"{self.copy.name} {what}: call ottava.distributed.refresh(model) after loading, initializing or changing weights by "
+                "hand. If the model is not called through its own forward, attach(optimizer, model) renews them after each step."
             )
         return send(self.copy, self.device)
 
@@ -111,6 +113,8 @@ class ShardedWeight(torch.Tensor):
         self, outputs: Sequence[Tensor], direction: str, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
         """The whole weight (`gathered.py`)."""
+        if direction == PLAIN:
+            return receive_plain(self.copy, outputs, out)
         return receive(self.copy, outputs, direction, param_dtype, out)
 
 

@@ -147,7 +147,7 @@ def split_tensors(
     """
     for module in model.modules():
         if hasattr(module, "set_parallel_mode"):
-            module.set_parallel_mode()
+            module.set_parallel_mode()  # type: ignore[operator]
     if sequence_parallel is not None:
         _set_sequence_parallel(model, sequence_parallel)
     _split_below(model, tp_mesh, weight_mesh, path="")
@@ -156,7 +156,7 @@ def split_tensors(
 
 def _split_below(module: nn.Module, tp_mesh: DeviceMesh, weight_mesh: DeviceMesh | None, path: str) -> None:
     if hasattr(module, "set_device_mesh"):
-        module.set_device_mesh(tp_mesh, weight_mesh)
+        module.set_device_mesh(tp_mesh, weight_mesh)  # type: ignore[operator]
         return
     if any(True for _ in module.parameters(recurse=False)):
         _replicate(module, tp_mesh, path)
@@ -179,7 +179,7 @@ def _set_sequence_parallel(model: nn.Module, on: bool) -> None:
         if isinstance(options, ParallelOptions):
             options.sequence_parallel = on and options.mode is not None
         elif hasattr(module, "sequence_parallel") and module not in per_head:
-            module.sequence_parallel = on
+            module.sequence_parallel = on  # type: ignore[assignment]
 
 
 def _replicate(module: nn.Module, mesh: DeviceMesh, path: str) -> None:

@@ -29,6 +29,7 @@ from ottava.quant.scheme import Scheme
 from ottava.quant.tensor import Stack
 
 ROWWISE, COLUMNWISE, BOTH = "rowwise", "columnwise", "both"
+PLAIN = "plain"  # no bytes: high precision
 
 
 class Joint:
@@ -62,10 +63,13 @@ class Joint:
 class WireCopy:
     """See above. `bind` tells it where its rows lie, `renew_copies` fills it."""
 
-    def __init__(self, name: str, scheme: Scheme, shape: tuple[int, int], needs_columnwise: bool = True) -> None:
-        self.name, self.scheme, self.shape = name, scheme, shape
+    def __init__(self, name: str, scheme: Scheme | None, shape: tuple[int, int], needs_columnwise: bool = True) -> None:
+        self.name, self.shape = name, shape
+        self._scheme = scheme
         self.needs_columnwise = needs_columnwise
         """Whether backward multiplies by the columnwise copy. (Not if the recipe's `backward_override` dequantizes.)"""
+        self.plain_dtype: torch.dtype | None = None
+        """Type in which the weight is gathered while it has no scheme; None: the master's."""
         self.gathers_both = False
         """1-D blocks: gather both directions at once, because a forward runs again in backward or memory stays gathered."""
         self.joint = Joint([self])
@@ -99,6 +103,22 @@ class WireCopy:
         self.shard_group, self.weight_group = shard_group, weight_group or shard_group
         self.device_type = device_type
         self._layout: dict[Any, Any] = {}  # what follows from the above and is asked for at every step
+
+    @property
+    def plain(self) -> bool:
+        """No recipe is known yet, or it quantizes nothing: the weight is gathered in high precision."""
+        return self._scheme is None
+
+    @property
+    def scheme(self) -> Scheme:
+        """How the bytes are made."""
+        assert self._scheme is not None
+        return self._scheme
+
+    def set_scheme(self, scheme: Scheme | None, needs_columnwise: bool) -> None:
+        """Takes another scheme; `renew_copies` has to follow."""
+        self._scheme, self.needs_columnwise = scheme, needs_columnwise
+        self.row_data, self._written, self._layout = None, True, {}
 
     @property
     def apart(self) -> bool:
@@ -289,7 +309,7 @@ def renew_copies(weights: Iterable[tuple[Tensor, WireCopy]]) -> None:
     At most two MAX all-reduces: one number a weight over the ranks that hold a part of it, and the amax of blocks over those that
     hold different rows; one where these groups are the same, or where the recipe needs only one of them.
     """
-    weights = list(weights)
+    weights = [(master, copy) for master, copy in weights if not copy.plain]
     to_reduce: dict[Any, list[tuple[tuple[WireCopy, str], Tensor]]] = defaultdict(list)
     for master, copy in weights:
         to_reduce[copy.weight_group].append(((copy, "tensor"), copy.tensor_amax(master)))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ottava.kernels.cast import Six, fake_buffers, reference_buffers
 from ottava.kernels.elementary import sigmoid, tanh
+from ottava.kernels.fixed_order import sum_rows
 from ottava.kernels.registry import define
 from ottava.quant.scaling import amax_of
 from ottava.quant.scheme import Scheme
@@ -224,7 +225,7 @@ def _backward_quantize(
     values = _gradient_values(dy, h, get(name))
     values = values if parsed.from_float32 else values.to(h.dtype)
     buffers = reference_buffers(values, parsed, scale, amax, rowwise, columnwise, h.dtype)
-    return *buffers, values.float().sum(0).to(h.dtype) if column_sum else h.new_empty(0)
+    return *buffers, sum_rows(values.float()).to(h.dtype) if column_sum else h.new_empty(0)
 
 
 def _backward_quantize_fake(dy: Tensor, h: Tensor, *args: Any) -> Seven:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ottava.kernels.fixed_order import sum_rows
 from ottava.kernels.registry import define
 from ottava.quant.formats import E2M1_VALUES, NAN_BYTE, Element, e8m0_to_float
 from ottava.quant.scaling import amax_of, e8m0_from_amax, scale_from_amax
@@ -359,7 +360,7 @@ dequantize = define("dequantize", _dequantize, _dequantize_fake)
 
 def _column_sum(x: Tensor) -> Tensor:
     """Sum over rows in float32, rounded once to x's dtype: the bias gradient."""
-    return x.float().sum(0).to(x.dtype)
+    return sum_rows(x.float()).to(x.dtype)
 
 
 column_sum = define("column_sum", _column_sum, lambda x: x.new_empty(x.shape[1]))

@@ -18,21 +18,44 @@ from torch import Tensor
 LEAF = 64  # longest contraction that is left to BLAS. On one core 64 costs about 1.2 of one whole product; 32 costs 2 to 10.
 
 
-def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """`torch.matmul(a, b)` of matrices; on the CPU by halves, and independent of `torch.set_num_threads`."""
+def matmul(a: Tensor, b: Tensor, parts: int = 1) -> Tensor:
+    """`torch.matmul(a, b)` of matrices; on the CPU by halves, and independent of `torch.set_num_threads`.
+
+    parts: the contraction is that of several matrices side by side, of which ranks hold halves one by one (gate and up of an MLP).
+    """
     if a.device.type != "cpu":
         return torch.matmul(a, b)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # takes less than a microsecond
     try:
-        return _by_halves(a, b)
+        if parts == 1 or a.shape[1] % parts:
+            return _by_halves([a], [b])
+        return _by_halves(list(a.chunk(parts, 1)), list(b.chunk(parts, 0)))
     finally:
         torch.set_num_threads(threads)
 
 
-def _by_halves(a: Tensor, b: Tensor) -> Tensor:
-    k = a.shape[1]
+def _by_halves(a: list[Tensor], b: list[Tensor]) -> Tensor:
+    """Sum over i of a[i] @ b[i], which are contractions of one length."""
+    k = a[0].shape[1]
     if k <= LEAF or k % 2:
-        return torch.matmul(a, b)
+        out = torch.matmul(a[0], b[0])
+        for x, y in zip(a[1:], b[1:]):
+            out += torch.matmul(x, y)
+        return out
     half = k // 2
-    return _by_halves(a[:, :half], b[:half]).add_(_by_halves(a[:, half:], b[half:]))
+    first = _by_halves([x[:, :half] for x in a], [y[:half] for y in b])
+    return first.add_(_by_halves([x[:, half:] for x in a], [y[half:] for y in b]))
+
+
+def sum_rows(x: Tensor) -> Tensor:
+    """x [M, N] -> [N]; on the CPU by halves of the rows, as ranks that hold halves of the tokens add theirs."""
+    rows, parts = x.shape[0], 1
+    if x.device.type != "cpu":
+        return x.sum(0)
+    while rows > LEAF and rows % 2 == 0:
+        rows, parts = rows // 2, parts * 2
+    sums = x.reshape(parts, rows, x.shape[1]).sum(1)
+    while sums.shape[0] > 1:
+        sums = sums[0::2] + sums[1::2]
+    return sums[0]

@@ -26,7 +26,7 @@ ALIGNMENT = 16  # bytes: cuBLASLt's FP8 products want every row of an operand to
 
 
 def _by_blocks_of_128(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, a_scheme: Scheme, b_scheme: Scheme
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, a_scheme: Scheme, b_scheme: Scheme, parts: int
 ) -> Tensor:
     """A float32 partial product for each 128-wide slice of k, times both scales, added by halves (see `fixed_order`)."""
     m, k = a.shape
@@ -38,18 +38,21 @@ def _by_blocks_of_128(
 
     a_rows, b_rows = per_row(a_scale, a_scheme, m), per_row(b_scale, b_scheme, n)
 
+    count = -(-k // 128)
+    stride = count // parts if k % (128 * parts) == 0 else count  # slices of one part
+    starts = range(0, count, stride) if count else ()
+
     def slices(first: int, last: int) -> Tensor:
         if (last - first) % 2 == 0:
             middle = (first + last) // 2
             return slices(first, middle).add_(slices(middle, last))
         out = a.new_zeros(m, n)
-        for j in range(first, last):
+        for j in (start + i for i in range(first, last) for start in starts):
             part = slice(128 * j, 128 * (j + 1))
             out += matmul(a[:, part], b[:, part].t()) * (a_rows[:, j, None] * b_rows[None, :, j])
         return out
 
-    count = -(-k // 128)
-    return slices(0, count) if count else a.new_zeros(m, n)
+    return slices(0, stride) if count else a.new_zeros(m, n)
 
 
 def _emulate(
@@ -61,34 +64,35 @@ def _emulate(
     b_amax: Tensor,
     a_scheme: Scheme,
     b_scheme: Scheme,
+    parts: int,
 ) -> Tensor:
     """float32 [m, n]."""
     a32, b32 = unpack(a, a_scheme), unpack(b, b_scheme)
     if a_scheme.kind == "tensor":
-        return _scaled_product(a32, b32, a_scale, b_scale)
+        return _scaled_product(a32, b32, a_scale, b_scale, parts)
     if a_scheme.kind == "block":
-        return _by_blocks_of_128(a32, a_scale, b32, b_scale, a_scheme, b_scheme)
+        return _by_blocks_of_128(a32, a_scale, b32, b_scale, a_scheme, b_scheme, parts)
     if a_scheme.kind == "mx":
         a32 = a32 * expand_scale(e8m0_to_float(a_scale), a_scheme, a32.shape)
         b32 = b32 * expand_scale(e8m0_to_float(b_scale), b_scheme, b32.shape)
-        return _exact_product(a32, b32)
+        return _exact_product(a32, b32, parts)
     a32 = a32 * expand_scale(a_scale.view(torch.float8_e4m3fn).float(), a_scheme, a32.shape)
     b32 = b32 * expand_scale(b_scale.view(torch.float8_e4m3fn).float(), b_scheme, b32.shape)
-    return _scaled_product(a32, b32, nvfp4_tensor_scale(a_amax), nvfp4_tensor_scale(b_amax))
+    return _scaled_product(a32, b32, nvfp4_tensor_scale(a_amax), nvfp4_tensor_scale(b_amax), parts)
 
 
-def _scaled_product(a32: Tensor, b32: Tensor, a_scale: Tensor, b_scale: Tensor) -> Tensor:
+def _scaled_product(a32: Tensor, b32: Tensor, a_scale: Tensor, b_scale: Tensor, parts: int) -> Tensor:
     """A @ B.T times both scales. On the CPU the operands are scaled, so that partial products of ranks add up to the whole one's bits."""
     if a32.is_cuda:
-        return _exact_product(a32, b32) * (a_scale * b_scale)
-    return matmul(a32 * a_scale, (b32 * b_scale).t())
+        return _exact_product(a32, b32, parts) * (a_scale * b_scale)
+    return matmul(a32 * a_scale, (b32 * b_scale).t(), parts)
 
 
-def _exact_product(a32: Tensor, b32: Tensor) -> Tensor:
+def _exact_product(a32: Tensor, b32: Tensor, parts: int) -> Tensor:
     """A @ B.T of values with at most 8 significant bits: exact in bf16, so a GPU may use its bf16 units."""
     if a32.is_cuda:
         return torch.mm(a32.bfloat16(), b32.bfloat16().t(), out_dtype=torch.float32)
-    return matmul(a32, b32.t())
+    return matmul(a32, b32.t(), parts)
 
 
 _KIND_NAMES = {"tensor": "per-tensor FP8", "block": "128-block FP8", "mx": "MXFP8", "nvfp4": "NVFP4"}
@@ -106,11 +110,15 @@ def _scaled_mm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     split_accumulator: bool,
+    parts: int = 1,
 ) -> Tensor:
-    """Operands are one direction of quantized buffers, K-major. bias: [n]. The bias is added in float32, before rounding."""
+    """Operands are one direction of quantized buffers, K-major. bias: [n]. The bias is added in float32, before rounding.
+
+    parts: of the contraction, for the order of its sum (`fixed_order.matmul`).
+    """
     sa, sb = Scheme.parse(a_scheme), Scheme.parse(b_scheme)
     say_once(f"ottava: {_KIND_NAMES[sa.kind]} products run by exact emulation on {a.device.type}.")
-    out = _emulate(a, a_scale, a_amax, b, b_scale, b_amax, sa, sb)
+    out = _emulate(a, a_scale, a_amax, b, b_scale, b_amax, sa, sb, parts)
     if bias is not None:
         out = out + bias.float()
     return out.to(out_dtype)
@@ -141,7 +149,7 @@ def _align(x: Tensor) -> Tensor:
 
 def _scaled_mm_cuda(*args: Any) -> Tensor:
     """Arguments as `_scaled_mm`."""
-    a, a_scale, _, b, b_scale, _, a_scheme, b_scheme, bias, out_dtype, split = args
+    a, a_scale, _, b, b_scale, _, a_scheme, b_scheme, bias, out_dtype, split = args[:11]
     sa, sb = Scheme.parse(a_scheme), Scheme.parse(b_scheme)
     m, n, k = a.shape[0], b.shape[0], a.shape[1]
     empty = m == 0 or n == 0 or k == 0
@@ -231,22 +239,22 @@ scaled_mm = define("scaled_mm", _scaled_mm, _scaled_mm_fake, _scaled_mm_cuda)
 # ----------------------------------------------------------------------------------------------------------- unquantized
 
 
-def _mm(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def _mm(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, parts: int = 1) -> Tensor:
     """float32 accumulation, rounded once. CPUs multiply bf16 slowly and in an order that depends on threads: upcast."""
-    out = matmul(a.float(), b.float().t())
+    out = matmul(a.float(), b.float().t(), parts)
     if bias is not None:
         out = out + bias.float()
     return out.to(out_dtype)
 
 
-def _mm_cuda(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def _mm_cuda(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, parts: int = 1) -> Tensor:
     if out_dtype == a.dtype:
         return torch.nn.functional.linear(a, b, None if bias is None else bias.to(a.dtype))
     out = torch.mm(a, b.t(), out_dtype=out_dtype) if out_dtype == torch.float32 else torch.mm(a, b.t()).to(out_dtype)
     return out if bias is None else out + bias.to(out_dtype)
 
 
-def _mm_fake(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def _mm_fake(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, parts: int = 1) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
 
 

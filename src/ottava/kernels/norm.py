@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ottava.kernels.cast import Six, fake_buffers, reference_buffers
+from ottava.kernels.fixed_order import sum_rows
 from ottava.kernels.registry import define
 from ottava.quant.scaling import amax_of
 from ottava.quant.scheme import Scheme
@@ -144,8 +145,8 @@ def _backward(
     dx = dxhat - xhat * (dxhat * xhat).mean(-1, keepdim=True)
     if mean.numel():
         dx = dx - dxhat.mean(-1, keepdim=True)
-    dgamma = (dy32 * xhat).sum(0).to(gamma.dtype)
-    dbeta = dy32.sum(0).to(gamma.dtype) if beta else gamma.new_empty(0)
+    dgamma = sum_rows(dy32 * xhat).to(gamma.dtype)
+    dbeta = sum_rows(dy32).to(gamma.dtype) if beta else gamma.new_empty(0)
     return (dx * rstd[:, None]).to(x.dtype), dgamma, dbeta
 
 

@@ -73,6 +73,7 @@ def quantized_stage(stage: Stage, recipe: Recipe, gated_backward: bool = False) 
         # A compiler would keep the live scale for the recomputation, which the update after the forward pass overwrites.
         recompute=stage.recompute and not (isinstance(recipe, DelayedScaling) and torch.compiler.is_compiling()),
         return_norm=stage.return_norm,
+        output_parts=stage.output_parts,
         gather_norm=stage.gather_norm,
         strategy=stage.strategy,
     )

@@ -63,6 +63,8 @@ class Stage:
     recompute: bool = False
     return_norm: bool = False
     """Also return the norm's output, in the activation dtype."""
+    output_parts: int = 1
+    """Equal matrices that lie side by side in the output, as gate and up do: for the order of dgrad's sum on a CPU."""
     gather_norm: bool = False
     """Return the norm's output of all ranks' tokens."""
     strategy: Strategy | None = None
@@ -363,7 +365,8 @@ def _gemms(
         if stage.strategy is not None and gathers_gradient(stage.strategy):
             dy = stage.strategy.gather(dy)
         if needs_dgrad:
-            dgrad = ops.mm(dy, _dgrad_operand(stage, s, activation_dtype).t(), None, activation_dtype)
+            weight = _dgrad_operand(stage, s, activation_dtype).t()
+            dgrad = ops.mm(dy, weight, None, activation_dtype, stage.output_parts)
         if needs_wgrad:
             operand = _wgrad_operand(stage, s, scale, activation_dtype)[0]
             wgrad = ops.mm(dy.t(), operand.t(), None, weight_dtype)
@@ -373,7 +376,7 @@ def _gemms(
     if needs_dgrad:
         dgrad = ops.scaled_mm(
             q.rowwise_data, q.rowwise_scale_inv, q.rowwise_amax, s.w_data, s.w_scale, s.w_amax,
-            stage.grad, stage.weight, None, activation_dtype, stage.split_dgrad,
+            stage.grad, stage.weight, None, activation_dtype, stage.split_dgrad, stage.output_parts,
         )  # fmt: skip
     if needs_wgrad:
         operand, operand_scale, operand_amax = _wgrad_operand(stage, s, scale, activation_dtype)

@@ -156,6 +156,7 @@ class LayerNormMLP(QuantizedModule):
                     recompute=self.recompute,
                     return_norm=self.return_layernorm_output,
                     gather_norm=self.return_layernorm_output_gathered,
+                    output_parts=2 if gated(self.activation) else 1,
                     strategy=self.strategy(0),
                 ),
                 Stage(activation=self.activation, recompute=self.recompute, strategy=self.strategy(1)),

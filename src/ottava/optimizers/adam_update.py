@@ -163,13 +163,26 @@ def _store_parameters(batch: list[Update], work: list[Tensor]) -> None:
     plain: tuple[list[Tensor], list[Tensor]] = ([], [])
     for u, value in zip(batch, work, strict=True):
         if isinstance(u.param, QuantizedTensor):
-            u.param.copy_(value)  # quantizes again, with fresh scales
-        elif u.remainder:
+            continue  # `requantize` writes all of them at once
+        if u.remainder:
             split_remainder_(value, u.param, u.state["master_param"])
         else:
             plain[0].append(u.param)
             plain[1].append(value)
     _copy_all(*plain)
+
+
+def requantize(updates: list[Update]) -> None:
+    """Writes the masters of parameters that are stored in FP8, with fresh scales.
+
+    Together, after all batches: shards of weights reduce their amax over ranks, once for all, and batches differ between ranks.
+    """
+    by_kind: dict[type[QuantizedTensor], list[Update]] = {}
+    for update in updates:
+        if isinstance(update.param, QuantizedTensor):
+            by_kind.setdefault(type(update.param), []).append(update)
+    for kind, chosen in by_kind.items():
+        kind.requantize_together_([u.param for u in chosen], [u.state["master_param"] for u in chosen])  # type: ignore[misc]
 
 
 def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:

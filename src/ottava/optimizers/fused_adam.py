@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ottava.optimizers.adam_update import Update, apply_updates
+from ottava.optimizers.adam_update import Update, apply_updates, requantize
 from ottava.optimizers.masters import initial_master, join_remainder, local_of, placed_like, split_remainder_
 from ottava.optimizers.moments import MomentFormat
 from ottava.quant.quantizer import FLOAT_DTYPES
@@ -192,6 +192,7 @@ class FusedAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        done: list[Update] = []
         for group in self.param_groups:
             updates: dict[torch.device, list[Update]] = {}
             for param in group["params"]:
@@ -203,6 +204,8 @@ class FusedAdam(torch.optim.Optimizer):
                 updates.setdefault(update.param.device, []).append(update)
             for batch in updates.values():
                 apply_updates(batch, group, self.options.adam_w_mode)
+                done += batch
+        requantize(done)
         return loss
 
     def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Update:

@@ -40,22 +40,13 @@ def initial_master(param: Any, local: Any, free: bool) -> Tensor:
         if preserved is None:
             continue
         preserved = preserved.to(local.device)
+        usable = local.is_quantization_of(preserved)
         if free:
             holder.clear_high_precision_init_val()
-        if _is_quantization_of(local, preserved):
+        if usable:
             return preserved.to(torch.float32, copy=True)
     values: Any = local.detach()
     return values.dequantize(torch.float32)
-
-
-def _is_quantization_of(weight: QuantizedTensor, value: Tensor) -> bool:
-    fresh: Any = weight.detach().clone()
-    fresh.requantize_(value)
-    return all(
-        torch.equal(getattr(weight, name), getattr(fresh, name))
-        for name in ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
-        if getattr(weight, name) is not None
-    )
 
 
 def join_remainder(param: Tensor, remainder: Tensor) -> Tensor:

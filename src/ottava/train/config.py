@@ -127,6 +127,8 @@ class ScheduleSection:
 class ParallelSection:
     """How the model is spread over ranks."""
 
+    ranks: int | None = None
+    """Ranks that are started on this machine. None: one a GPU, or 2 on a CPU. Under torchrun it is torchrun that starts them."""
     dp_replicate: int = 1
     """Copies of the (sharded) model."""
     dp_shard: int = -1
@@ -143,6 +145,8 @@ class ParallelSection:
     """Whether gathered weights are freed after forward: less memory, more communication."""
     prefetch: int = 1
     """Layers whose weights are gathered ahead."""
+    sequence_parallel: bool = False
+    """Whether tp ranks also split the tokens between layers: less memory for the same communication."""
     cpu_offload: bool = False
     """Whether sharded weights and the optimizer's state lie in host memory between uses."""
 
@@ -260,7 +264,7 @@ class HealthSection:
     """What happens when something goes wrong."""
 
     retries: int = 3
-    """Non-finite steps in a row that are skipped, and rollbacks to the last checkpoint, before exit code 5."""
+    """Non-finite steps in a row that are skipped before a rollback to the last checkpoint, and rollbacks before exit code 5."""
     spike_factor: float = 2.0
     """A loss this many times the median of the last spike_window steps is reported as a spike. 0: never."""
     spike_window: int = 100
@@ -294,8 +298,9 @@ class Config:
 
     def plan(self, device: str = "cuda") -> ParallelPlan:
         """What `parallelize` takes."""
+        spread = {key: value for key, value in vars(self.parallel).items() if key != "ranks"}
         return ParallelPlan(
-            **vars(self.parallel),
+            **spread,
             param_dtype=self.precision.dtype(device),
             reduce_dtype=getattr(torch, self.precision.reduce),
         )

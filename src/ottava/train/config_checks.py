@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 # (section, field): smallest value that makes sense
 AT_LEAST: dict[tuple[str, str], float] = {
+    ("parallel", "ranks"): 1,
     ("data", "length"): 1,
     ("data", "prefetch"): 1,
     ("optimizer", "lr"): 0,
@@ -139,7 +140,8 @@ def _check_quantization(config: Config) -> None:
             config.optimizer.name == "fused_adam",
             f"precision.fp8_weights needs optimizer.name 'fused_adam', which keeps float32 masters; got {config.optimizer.name!r}.",
         )
-        _need(config.parallel.strategy != "fsdp1", "precision.fp8_weights does not go with parallel.strategy 'fsdp1'.")
+        strategy = config.parallel.strategy
+        _need(strategy in ("fsdp2", "none"), f"precision.fp8_weights does not go with parallel.strategy {strategy!r}.")
     recipe = precision.make_recipe()
     if recipe is None:
         return
@@ -170,6 +172,11 @@ def _check_parallel(config: Config) -> None:
         _need(
             config.data.length % tp == 0,
             f"data.length ({config.data.length}) must be a multiple of parallel.tp ({tp}), which splits sequences.",
+        )
+        _need(
+            parallel.strategy in ("fsdp2", "none"),
+            f"parallel.tp ({tp}) needs parallel.strategy 'fsdp2', got {parallel.strategy!r}. (dp_replicate = N, dp_shard = 1 makes it "
+            "data parallelism without sharding.)",
         )
     _need(
         parallel.overlap == "none" or tp != 1,

@@ -28,7 +28,7 @@ class StepMetrics:
     step: int
     """From 1: steps that are done."""
     loss: float
-    """Mean over the tokens of the global batch, without z-loss."""
+    """What was minimized: a mean over the tokens of the global batch (with z-loss, if that is on)."""
     grad_norm: float
     """Before clipping."""
     lr: float
@@ -37,7 +37,7 @@ class StepMetrics:
     tokens_per_s: float
     """Over all ranks."""
     step_s: float
-    """Seconds from the end of the last step to the end of this one."""
+    """Seconds of the step and of the checkpoint before it. Evaluation and samples do not count."""
     tflops_per_gpu: float | None = None
     """Model FLOPs (causal) a second and rank, in units of 1e12."""
     mfu: float | None = None
@@ -46,8 +46,9 @@ class StepMetrics:
     mfu_basis: str | None = None
     """What the two are measured against (see flops.py)."""
     peak_allocated_gib: float | None = None
-    """The largest of all ranks, so far."""
+    """The largest of all ranks, so far; None on a CPU."""
     peak_reserved_gib: float | None = None
+    """The same of what the allocator holds; on a CPU the resident memory of the process."""
     data_s: float | None = None
     """Parts of step_s, of the slowest rank: waiting for data, ..."""
     forward_s: float | None = None
@@ -55,7 +56,9 @@ class StepMetrics:
     communication_s: float | None = None
     """... communication that nothing hid, ..."""
     optimizer_s: float | None = None
+    """The norm of gradients, and the update."""
     checkpoint_s: float | None = None
+    """Of the checkpoint before this step; one that is written in the background counts as long as it holds training up."""
     validation_loss: float | None = None
     attempt: int = 0
     """Restarts of the run before this step."""
@@ -104,6 +107,12 @@ class Metrics:
         self._file.flush()
         for sink in self.sinks:
             sink.record(metrics)
+
+    def rewind(self, first_step: int) -> None:
+        """The step that comes next is `first_step` (again): later lines are dropped."""
+        self._file.close()
+        keep_before(self.path, first_step)
+        self._file = self.path.open("a", encoding="utf-8")
 
     def close(self) -> None:
         """Closes file and sinks."""

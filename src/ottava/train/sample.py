@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import torch
-
-from ottava.models import CausalLM
+from torch import nn
+from torch.nn.functional import pad
 
 
 @torch.no_grad()
 def generate(
-    model: CausalLM,
+    model: nn.Module,
     prompt: list[int],
     count: int,
     max_length: int,
     temperature: float = 0.8,
     seed: int = 0,
     end_token: int | None = None,
+    device: torch.device | None = None,
+    multiple: int = 1,
 ) -> list[int]:
     """Up to `count` tokens after `prompt`; fewer if `end_token` comes, which is left out. The model sees the last `max_length` tokens.
 
     temperature 0 takes the likeliest token. All ranks of a sharded model must call this together; they draw the same tokens, because
-    the numbers come from `seed` on the CPU.
+    the numbers come from `seed` on the CPU. device: by default that of the parameters. multiple: lengths that the model takes, where
+    ranks split sequences; what is added stands after the last token, which does not see it.
 
         >>> ByteTokenizer().decode(generate(model, list(b"def "), count=100, max_length=128))
     """
@@ -28,7 +31,7 @@ def generate(
         raise ValueError("A sample needs a prompt of at least one token.")
     if temperature < 0:
         raise ValueError(f"temperature must be 0 or more, got {temperature}.")
-    device = next(model.parameters()).device
+    device = device or next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     training = model.training
     model.eval()
@@ -36,7 +39,8 @@ def generate(
     try:
         for _ in range(count):
             window = torch.tensor([tokens[-max_length:]], device=device)
-            logits = model(window)[0, -1].float().cpu()
+            length = window.shape[1]
+            logits = model(pad(window, (0, -length % multiple)))[0, length - 1].float().cpu()
             if temperature == 0:
                 token = int(logits.argmax())
             else:

@@ -1,0 +1,162 @@
+"""Boxes: which part of a tensor a rank holds, a file stores, or a reader wants.
+
+A box is (offset, shape) in the canonical tensor, the one that a single process would have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial
+
+from ottava import torch_private
+
+Index = tuple[int, ...]
+Box = tuple[Index, Index]
+"""(offset, shape)"""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One box of a rank's local tensor: `local_tensor[local]` is the canonical tensor's box (offset, shape)."""
+
+    local: tuple[slice, ...]
+    offset: Index
+    shape: Index
+
+
+Pieces = Callable[[str, Tensor], list[Piece]]
+"""(name, tensor) -> the boxes that this rank's part of `tensor` is made of.
+
+`one_piece` is right wherever a rank's rows follow each other in the canonical tensor. A layout in which they do not, says so here:
+
+    >>> def gate_and_up(name, tensor):            # this rank: [gate rows; up rows] of a weight whose canonical order is all gates, all ups
+    ...     half, rank = tensor.to_local().shape[0] // 2, tensor.device_mesh.get_local_rank()
+    ...     columns, up = tensor.shape[1], tensor.shape[0] // 2
+    ...     return [Piece((slice(0, half),), (rank * half, 0), (half, columns)),
+    ...             Piece((slice(half, 2 * half),), (up + rank * half, 0), (half, columns))]
+"""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What this rank holds of a tensor, where torch does not say it: an entry of a state beside tensors and DTensors.
+
+        >>> state = {"w": Part((8, 4), torch.float32, (((2, 0), rows),))}     # rows 2 and 3 of a weight [8, 4]
+    """
+
+    shape: Index
+    """Of the whole tensor."""
+    dtype: torch.dtype
+    views: tuple[tuple[Index, Tensor], ...]
+    """(offset, memory of this rank that has the shape of the box there)"""
+    writes: bool = True
+    """False: loaded like any other, but not offered when the state is saved."""
+    optional: bool = False
+    """Whether a checkpoint without it is complete; it then keeps its value."""
+
+
+def part_of(name: str, leaf: Tensor | Part, pieces: Pieces) -> Part:
+    """What this rank holds of an entry of a state, checked; boxes without elements are left out (not if the whole has none)."""
+    if isinstance(leaf, Part):
+        for offset, view in leaf.views:
+            local_part(name, view)
+            if view.dtype != leaf.dtype or not inside((offset, tuple(view.shape)), leaf.shape):
+                raise ValueError(
+                    f"{name}: a view {view.dtype} {tuple(view.shape)} at {offset} is no box of a {leaf.dtype} of shape {leaf.shape}."
+                )
+        views = tuple((o, v.detach()) for o, v in leaf.views if v.numel() or not math.prod(leaf.shape))
+        return replace(leaf, views=views)
+    local = local_part(name, leaf)
+    found = pieces_of(name, leaf, pieces)
+    return Part(tuple(leaf.shape), leaf.dtype, tuple((p.offset, local[p.local].view(p.shape)) for p in found))
+
+
+def one_piece(name: str, tensor: Tensor) -> list[Piece]:
+    """The whole of a plain tensor; of a DTensor the box that torch says this rank holds."""
+    if isinstance(tensor, DTensor):
+        shape, offset = torch_private.local_box(tensor)
+    else:
+        shape, offset = tuple(tensor.shape), (0,) * tensor.dim()
+    return [Piece(tuple(slice(0, n) for n in shape), offset, shape)]
+
+
+def local_part(name: str, tensor: Tensor) -> Tensor:
+    """The plain tensor that this rank holds of `tensor`; ValueError for what cannot be stored as it is."""
+    local = torch_private.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor) and any(isinstance(p, Partial) for p in tensor.placements):
+        raise ValueError(
+            f"{name}: placements {tensor.placements} hold unreduced sums: redistribute the tensor before it is saved."
+        )
+    if type(local) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        raise ValueError(
+            f"{name}: a {type(local).__name__} is not a plain tensor: put its buffers into the state instead, each under its own name."
+        )
+    if local.layout != torch.strided or local.is_quantized or local.device.type == "meta":
+        raise ValueError(
+            f"{name}: expected a dense tensor with data, got layout {local.layout} on device {local.device}."
+        )
+    return local.detach()
+
+
+def pieces_of(name: str, tensor: Tensor, pieces: Pieces) -> list[Piece]:
+    """The pieces that have elements (all, where the whole tensor has none), checked: each fits its local part and the tensor."""
+    local, found = local_part(name, tensor), pieces(name, tensor)
+    for piece in found:
+        if not inside((piece.offset, piece.shape), tuple(tensor.shape)):
+            raise ValueError(f"{name}: piece {piece} lies outside of shape {tuple(tensor.shape)}.")
+        if math.prod(piece.shape) and tuple(local[piece.local].shape) != piece.shape:
+            raise ValueError(
+                f"{name}: piece {piece} is {tuple(local[piece.local].shape)} of the local {tuple(local.shape)}."
+            )
+    kept = [p for p in found if math.prod(p.shape) or not tensor.numel()]
+    if sum(math.prod(p.shape) for p in kept) != local.numel():
+        raise ValueError(
+            f"{name}: the pieces have {sum(math.prod(p.shape) for p in kept)} of {local.numel()} local elements."
+        )
+    return kept
+
+
+def inside(box: Box, shape: Index) -> bool:
+    """Whether a box lies in a tensor of this shape."""
+    offset, size = box
+    return len(offset) == len(size) == len(shape) and all(
+        o >= 0 and n >= 0 and o + n <= m for o, n, m in zip(offset, size, shape)
+    )
+
+
+def overlap(a: Box, b: Box) -> Box | None:
+    """What two boxes share; None if no element."""
+    start = tuple(max(p, q) for p, q in zip(a[0], b[0]))
+    shape = tuple(min(p + n, q + m) - s for p, n, q, m, s in zip(a[0], a[1], b[0], b[1], start))
+    return (start, shape) if all(n > 0 for n in shape) else None
+
+
+def within(box: Box, outer: Box) -> tuple[slice, ...]:
+    """Where `box` lies in the memory of `outer`."""
+    return tuple(slice(o - p, o - p + n) for o, n, p in zip(box[0], box[1], outer[0]))
+
+
+def tiling_problem(shape: Index, boxes: Sequence[Box]) -> str | None:
+    """Why `boxes` do not cover a tensor of this shape exactly once; None if they do."""
+    for box in boxes:
+        if not inside(box, shape):
+            return f"box {box} lies outside of shape {shape}"
+    total, covered = math.prod(shape), sum(math.prod(size) for _, size in boxes)
+    if covered != total:
+        return f"boxes have {covered} of {total} elements of shape {shape}"
+    # Inside, and as many elements as the tensor: what is left to exclude is an overlap with a gap elsewhere. Sorted by the
+    # first dimension, a box can only meet those that begin before it ends.
+    ordered = sorted((b for b in boxes if math.prod(b[1])), key=lambda b: b[0])
+    for i, first in enumerate(ordered if shape else []):
+        end = first[0][0] + first[1][0]
+        for other in ordered[i + 1 :]:
+            if other[0][0] >= end:
+                break
+            if overlap(first, other):
+                return f"boxes {first} and {other} overlap"
+    return None

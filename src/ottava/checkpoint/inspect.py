@@ -1,0 +1,141 @@
+"""Looking at checkpoints from one CPU process, without loading them: `ls` and `verify`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ottava.checkpoint import metadata
+from ottava.checkpoint.archive import find_data
+from ottava.checkpoint.directory import candidates
+from ottava.checkpoint.errors import InvalidCheckpoint, shown
+from ottava.checkpoint.manifest import check_digest, check_sizes, read_json, read_manifest
+from ottava.checkpoint.names import METADATA, STATE, open_inside, read_small, step_of
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of an answer. `str(row)` prints it."""
+
+    name: str
+    good: bool
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.name:<24} {'ok ' if self.good else 'BAD'} {self.text}"
+
+
+def ls(path: str | Path) -> Iterator[Row]:
+    """The checkpoints in a directory, newest first; or, of one checkpoint, its tensors. Sizes are checked, contents are not.
+
+    >>> for row in ls("run/checkpoints"):
+    ...     print(row)
+    step-00000100            ok  12.0 MB in 4 files, 2 ranks {'dp': 2}, float32, 2026-07-01T12:00:00+00:00
+    """
+    path = Path(path)
+    if _is_checkpoint(path):
+        yield from _tensors(path)
+        return
+    for _, folder in candidates(path):
+        try:
+            yield Row(folder.name, True, _summary(folder))
+        except (InvalidCheckpoint, OSError) as error:
+            yield Row(folder.name, False, str(error))
+
+
+def verify(path: str | Path) -> Iterator[Row]:
+    """Every file of a checkpoint, or of all checkpoints in a directory, against its manifest, and the index against the files.
+
+    One row a file as it is done; reads in blocks, so a checkpoint may be larger than the memory.
+
+    >>> all(row.good for row in verify("run/checkpoints/step-00000100"))
+    True
+    """
+    path = Path(path)
+    for folder in [path] if _is_checkpoint(path) else [folder for _, folder in candidates(path)]:
+        yield from _verify(folder)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return step_of(path.name) is not None or (path / "manifest.json").is_file()
+
+
+def _verify(folder: Path) -> Iterator[Row]:
+    try:
+        manifest = read_manifest(folder)
+    except (InvalidCheckpoint, OSError) as error:
+        yield Row(folder.name, False, str(error))
+        return
+    good = True
+    for name, entry in sorted(manifest.files.items()):
+        try:
+            check_digest(folder, manifest, name)
+            yield Row(f"  {name}", True, f"{_size(entry.bytes)}, {manifest.hash} {entry.digest}")
+        except (InvalidCheckpoint, OSError) as error:
+            good = False
+            yield Row(f"  {name}", False, str(error))
+    if not good:
+        yield Row(folder.name, False, "some files are not what the manifest says.")
+        return
+    try:
+        count = _check_index(folder)
+        yield Row(folder.name, True, f"{_summary(folder)}; {count} boxes found")
+    except (InvalidCheckpoint, OSError) as error:
+        yield Row(folder.name, False, str(error))
+
+
+def _check_index(folder: Path) -> int:
+    """Looks for the data of every box where the index says; how many there are."""
+    read_json(folder, STATE)
+    count = 0
+    for entry in _entries(folder).values():
+        for chunk in entry.chunks:
+            elements = 1
+            for n in chunk.shape:
+                elements *= n
+            with open_inside(folder, chunk.file) as file:
+                find_data(file.fileno(), chunk.file, chunk.start, chunk.length, elements * entry.dtype.itemsize)
+            count += 1
+    return count
+
+
+def _entries(folder: Path) -> dict[str, metadata.Entry]:
+    manifest = read_manifest(folder)
+    sizes = {name: entry.bytes for name, entry in manifest.files.items()}
+    check_sizes(folder, manifest)
+    return metadata.decode(
+        read_small(folder, METADATA, metadata.size_limit(manifest.total_bytes - sizes[METADATA])), sizes
+    )
+
+
+def _tensors(folder: Path) -> Iterator[Row]:
+    try:
+        for name, entry in _entries(folder).items():
+            boxes = "1 box" if len(entry.chunks) == 1 else f"{len(entry.chunks)} boxes"
+            dtype = str(entry.dtype).removeprefix("torch.")
+            yield Row(shown(name), True, f"{dtype} {list(entry.shape)}, {_size(entry.nbytes)} in {boxes}")
+    except (InvalidCheckpoint, OSError) as error:
+        yield Row(folder.name, False, str(error))
+
+
+def _summary(folder: Path) -> str:
+    manifest = read_manifest(folder)
+    check_sizes(folder, manifest)
+    meshes = " ".join(shown(str(m)) for m in manifest.meshes)
+    ranks = f"{manifest.world_size} rank{'s' * (manifest.world_size != 1)}"
+    parts = [f"{_size(manifest.total_bytes)} in {len(manifest.files)} files", f"{ranks} {meshes}".strip()]
+    return ", ".join([*parts, *(shown(d) for d in sorted(manifest.dtypes)), shown(manifest.saved_at)])
+
+
+def _size(count: int) -> str:
+    """
+    >>> _size(12_000_000)
+    '12.0 MB'
+    """
+    number = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1000
+    return f"{number:.1f} TB"

@@ -1,0 +1,297 @@
+"""One load: find a checkpoint that verifies, compare it with what is wanted, then fill the tensors.
+
+Nothing is written into the caller's tensors before every rank knows that every element it wants is there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from ottava.checkpoint import directory, metadata
+from ottava.checkpoint.archive import find_data
+from ottava.checkpoint.boxes import Part, Pieces, overlap, part_of, within
+from ottava.checkpoint.errors import InvalidCheckpoint, NoUsableCheckpoint, Rejected, joined, listed
+from ottava.checkpoint.flat import Flat, assign, flatten
+from ottava.checkpoint.manifest import Manifest, check_digest, check_sizes, read_json, read_manifest
+from ottava.checkpoint.metadata import Chunk, Entry
+from ottava.checkpoint.names import METADATA, STATE, directory_name, open_inside, read_small
+from ottava.checkpoint.team import Team
+
+_BLOCK_BYTES = 16 << 20  # read at once
+
+Allow = bool | Sequence[str]
+"""False: nothing. True: everything. Otherwise patterns of names as for file names: ("rng.*",)."""
+
+
+@dataclass(frozen=True)
+class Relaxed:
+    """Differences between checkpoint and state that are not errors."""
+
+    missing: Allow = False
+    """Wanted and not stored: the entry keeps its value."""
+    extra: Allow = False
+    """Stored and not wanted: ignored."""
+    shape: Allow = False
+    """Stored with another shape: the entry keeps its value."""
+    dtype: Allow = False
+    """Stored with another dtype: converted. A plain value of another type is taken as it is."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded."""
+
+    step: int
+    path: Path
+    manifest: Manifest
+    config: Any
+    """The configuration that was saved with it."""
+    kept: tuple[str, ...]
+    """Entries of this rank that were not restored and keep their values, as `missing` or `shape` allowed."""
+    rejected: tuple[Rejected, ...]
+    """Newer checkpoints that could not be used."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint whose files are what its manifest says."""
+
+    path: Path
+    manifest: Manifest
+    entries: dict[str, Entry]
+    values: dict[str, Any]
+    config: Any
+
+
+@dataclass(frozen=True)
+class Read:
+    """Bytes to be copied: `target` gets the part `part` of the stored box `chunk`, whose bytes begin at `position` of its file."""
+
+    target: Tensor
+    chunk: Chunk
+    dtype: torch.dtype
+    part: tuple[slice, ...]
+    position: int
+
+
+def load(
+    team: Team, root: Path, state: Any, which: str | int | Path, pieces: Pieces, relaxed: Relaxed
+) -> Loaded | None:
+    """See `Checkpoints.load`."""
+    flat = Flat({}, {}, {})
+
+    def work() -> str | int | Path:
+        nonlocal flat
+        flat = flatten(state)
+        return which
+
+    def combine(asked: list[str | int | Path]) -> list[str]:
+        if any(a != asked[0] for a in asked):
+            raise ValueError(f"ranks ask for different checkpoints: {listed(sorted({str(a) for a in asked}))}.")
+        return _paths(root, which)
+
+    paths = [Path(p) for p in team.agree("no checkpoint was loaded", work, combine)]
+    rejected: list[Rejected] = []
+    for path in paths:
+        what = f"{path.name} was not loaded"
+        opened, failures = team.attempt(what, lambda path=path: open_checkpoint(path, team.rank, team.size))  # type: ignore[misc]
+        if not failures:
+            assert opened is not None
+            wanted = _compare(team, what, opened, flat, relaxed)
+            reads, failures = team.attempt(what, lambda: _plan_reads(opened, flat, wanted, pieces))  # noqa: B023
+        if failures:
+            rejected.append(Rejected(str(path), joined(failures, team.size)))
+            continue
+        assert opened is not None and reads is not None
+        team.agree(f"{what}, and tensors may be filled in part", lambda: _read_all(path, reads), lambda _: None)  # noqa: B023
+        for name in flat.values:
+            if name in wanted:
+                assign(state, flat.paths[name], opened.values[name])
+        kept = tuple(name for name in flat.paths if name not in wanted)
+        return Loaded(opened.manifest.step, path, opened.manifest, opened.config, kept, tuple(rejected))
+    if rejected or which != "newest":
+        raise NoUsableCheckpoint.of(str(root), rejected)
+    return None
+
+
+def open_checkpoint(path: Path, rank: int = 0, size: int = 1) -> Opened:
+    """Verifies a checkpoint and reads what it says. Of the files' digests this rank checks one in `size`."""
+    if not path.is_dir():
+        raise InvalidCheckpoint.of(path.name, "there is no such directory.")
+    manifest = read_manifest(path)
+    check_sizes(path, manifest)
+    largest_first = sorted(manifest.files, key=lambda name: (-manifest.files[name].bytes, name))
+    for name in largest_first[rank::size]:
+        check_digest(path, manifest, name)
+    sizes = {name: entry.bytes for name, entry in manifest.files.items()}
+    limit = metadata.size_limit(manifest.total_bytes - sizes[METADATA])
+    entries = metadata.decode(read_small(path, METADATA, limit), sizes)
+    state = read_json(path, STATE)
+    if type(state.get("values")) is not dict:
+        raise InvalidCheckpoint.of(STATE, "has no values.")
+    return Opened(path, manifest, entries, state["values"], state.get("config"))
+
+
+def _paths(root: Path, which: str | int | Path) -> list[str]:
+    """Directories to try, in this order. Rank 0 looks for all."""
+    if isinstance(which, Path):
+        return [str(which)]
+    with suppress(OSError):  # a directory that may only be read has to be enough
+        directory.recover(root)
+    if isinstance(which, int):
+        return [str(root / directory_name(which))]
+    if which != "newest":
+        raise ValueError(f"which={which!r}: expected 'newest', a step (int) or a directory (Path).")
+    return [str(path) for _, path in directory.candidates(root)]
+
+
+# ---------------------------------------------------------------------------------------------------------- comparison
+
+Texts = dict[str, str]
+"""name -> the name with what was found, for the message"""
+
+
+def _compare(team: Team, what: str, opened: Opened, flat: Flat, relaxed: Relaxed) -> set[str]:
+    """Names to restore in this rank. ValueError in every rank, with the keys, for differences that are not allowed."""
+    differences = _differences(opened, flat)
+    stored = set(opened.entries) | set(opened.values)
+
+    def combine(parts: list[tuple[list[str], tuple[Texts, Texts, Texts]]]) -> None:
+        wanted = {name for part in parts for name in part[0]}
+        every = [{n: text for _, texts in parts for n, text in texts[i].items()} for i in range(3)]
+        found = [
+            ("missing in the checkpoint", "missing", every[0], relaxed.missing),
+            ("stored and not wanted", "extra", {n: n for n in stored - wanted}, relaxed.extra),
+            ("of another shape", "shape", every[1], relaxed.shape),
+            ("of another type", "dtype", every[2], relaxed.dtype),
+        ]
+        problems = []
+        for text, field, names, allow in found:
+            if refused := [names[n] for n in sorted(names) if not _allowed(n, allow)]:
+                problems.append(f"{len(refused)} {text}: {listed(refused)} (Relaxed({field}=...) allows it)")
+        if problems:
+            raise ValueError("\n  ".join(["the checkpoint differs from the state:", *problems]))
+
+    names = list(flat.paths)
+    team.agree(what, lambda: (names, differences), combine)
+    return {name for name in names if name in stored and name not in differences[1]}
+
+
+def _differences(opened: Opened, flat: Flat) -> tuple[Texts, Texts, Texts]:
+    """Of this rank: names that are missing, of another shape, of another type."""
+    missing, shape, dtype = {}, {}, {}
+    for name, tensor in flat.tensors.items():
+        entry = opened.entries.get(name)
+        if entry is None:
+            if name in opened.values:
+                shape[name] = f"{name} (stored: a plain value)"
+            elif not (isinstance(tensor, Part) and tensor.optional):
+                missing[name] = name
+        elif entry.shape != tuple(tensor.shape):
+            shape[name] = f"{name} (stored: {entry.shape}, wanted: {tuple(tensor.shape)})"
+        elif entry.dtype != tensor.dtype:
+            dtype[name] = f"{name} (stored: {entry.dtype}, wanted: {tensor.dtype})"
+    for name, value in flat.values.items():
+        if name in opened.entries:
+            shape[name] = f"{name} (stored: a tensor)"
+        elif name not in opened.values:
+            missing[name] = name
+        elif type(opened.values[name]) is not type(value) and None not in (value, opened.values[name]):
+            dtype[name] = f"{name} (stored: {type(opened.values[name]).__name__}, wanted: {type(value).__name__})"
+    return missing, shape, dtype
+
+
+def _allowed(name: str, allow: Allow) -> bool:
+    return allow if isinstance(allow, bool) else any(fnmatchcase(name, pattern) for pattern in allow)
+
+
+# ---------------------------------------------------------------------------------------------------------- reading
+
+
+def _plan_reads(opened: Opened, flat: Flat, wanted: set[str], pieces: Pieces) -> list[Read]:
+    """What this rank reads. InvalidCheckpoint if an archive is not what the index says, or an element is stored nowhere."""
+    reads: list[Read] = []
+    with ExitStack() as stack:
+        files: dict[str, BinaryIO] = {}
+        positions: dict[tuple[str, int], int] = {}
+        for name, tensor in flat.tensors.items():
+            if name not in wanted:
+                continue
+            entry = opened.entries[name]
+            for offset, target in part_of(name, tensor, pieces).views:
+                box, covered = (offset, tuple(target.shape)), 0
+                for chunk in entry.chunks:
+                    common = overlap(box, chunk.box)
+                    if common is None:
+                        continue
+                    place = chunk.file, chunk.start
+                    if place not in positions:
+                        if chunk.file not in files:
+                            files[chunk.file] = stack.enter_context(open_inside(opened.path, chunk.file))
+                        positions[place] = _position(files[chunk.file], chunk, entry.dtype)
+                    part = target[within(common, box)]
+                    covered += part.numel()
+                    reads.append(Read(part, chunk, entry.dtype, within(common, chunk.box), positions[place]))
+                if covered != target.numel():
+                    raise InvalidCheckpoint.of(
+                        METADATA, f"{name}: {covered} of {target.numel()} elements of {box} are stored."
+                    )
+    return reads
+
+
+def _position(file: BinaryIO, chunk: Chunk, dtype: torch.dtype) -> int:
+    elements = 1
+    for n in chunk.shape:
+        elements *= n
+    return find_data(file.fileno(), chunk.file, chunk.start, chunk.length, elements * dtype.itemsize)
+
+
+def _read_all(path: Path, reads: list[Read]) -> None:
+    """Fills the tensors, file by file in the order of their bytes."""
+    buffer = bytearray()
+    ordered = sorted(reads, key=lambda r: (r.chunk.file, r.position))
+    with torch.no_grad(), ExitStack() as stack:
+        name, file = "", None
+        for read in ordered:
+            if file is None or read.chunk.file != name:
+                name = read.chunk.file
+                file = stack.enter_context(open_inside(path, name))
+            buffer = _read(file, read, buffer)
+
+
+def _read(file: BinaryIO, read: Read, buffer: bytearray) -> bytearray:
+    """One part of one box, some rows at a time; returns the buffer, larger if it had to be."""
+    shape, part, target = read.chunk.shape or (1,), read.part or (slice(0, 1),), read.target
+    target = target.view(1) if target.dim() == 0 else target
+    row_bytes = read.dtype.itemsize
+    for n in shape[1:]:
+        row_bytes *= n
+    rows = max(1, _BLOCK_BYTES // row_bytes)
+    for first in range(part[0].start, part[0].stop, rows):
+        count = min(rows, part[0].stop - first)
+        if len(buffer) < count * row_bytes:
+            buffer = bytearray(count * row_bytes)
+        _fill(file, read, memoryview(buffer)[: count * row_bytes], read.position + first * row_bytes)
+        block = torch.frombuffer(buffer, dtype=read.dtype, count=count * row_bytes // read.dtype.itemsize)
+        at = first - part[0].start
+        target[at : at + count].copy_(block.view(count, *shape[1:])[(slice(None), *part[1:])])
+    return buffer
+
+
+def _fill(file: BinaryIO, read: Read, view: memoryview, position: int) -> None:
+    while view:
+        count = os.preadv(file.fileno(), [view], position)
+        if count == 0:
+            raise InvalidCheckpoint.of(
+                read.chunk.file, f"ends at byte {position}: it was truncated after it was verified."
+            )
+        view, position = view[count:], position + count

@@ -1,0 +1,159 @@
+"""`manifest.json`: what a checkpoint consists of. A checkpoint exists if and only if its manifest verifies."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ottava.checkpoint.digest import digest_of
+from ottava.checkpoint.errors import InvalidCheckpoint, shown
+from ottava.checkpoint.names import (
+    MANIFEST,
+    MAX_JSON_BYTES,
+    METADATA,
+    STATE,
+    check_file_name,
+    open_inside,
+    read_small,
+    step_of,
+)
+
+SCHEMA = "ottava-checkpoint"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file: its size and the hexadecimal digest of its content."""
+
+    bytes: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything that `manifest.json` says."""
+
+    step: int
+    world_size: int
+    meshes: list[dict[str, int]]
+    """Device meshes of the tensors, each as {dimension's name: size}."""
+    dtypes: dict[str, dict[str, int]]
+    """dtype -> {"tensors": how many, "bytes": of all of them}"""
+    hash: str
+    """Algorithm of the digests."""
+    files: dict[str, FileEntry]
+    torch: str
+    ottava: str
+    config_digest: str
+    saved_at: str
+    """UTC, ISO 8601."""
+    byteorder: str = sys.byteorder
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all files but the manifest itself."""
+        return sum(f.bytes for f in self.files.values())
+
+    def encode(self) -> bytes:
+        """The file's content: with a digest of itself, so that a flipped bit anywhere in it shows."""
+        body = {"schema": SCHEMA, "version": VERSION, **asdict(self)}
+        return json.dumps({**body, "digest": _own_digest(body)}, indent=1, sort_keys=True).encode()
+
+
+def config_digest(config: Any) -> str:
+    """Short digest of a configuration, the same for the same values in any order."""
+    return hashlib.blake2b(_canonical(config), digest_size=16).hexdigest()
+
+
+def read_json(directory: Path, name: str) -> dict[str, Any]:
+    """A JSON object from a file of a checkpoint, of at most `MAX_JSON_BYTES`."""
+    try:
+        value = json.loads(read_small(directory, name, MAX_JSON_BYTES))
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # not JSON, not UTF-8, a number of thousands of digits, nested too deep
+        raise InvalidCheckpoint.of(name, f"is not valid JSON (truncated or damaged): {str(error)[:120]}") from error
+    if type(value) is not dict:
+        raise InvalidCheckpoint.of(name, "is not a JSON object.")
+    return value
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of the checkpoint in `directory`, checked against itself; its files are not looked at."""
+    if directory.is_symlink() and step_of(directory.name) is not None:
+        raise InvalidCheckpoint.of(directory.name, "is a symbolic link: name the directory it leads to.")
+    body = read_json(directory, MANIFEST)
+    if body.get("schema") != SCHEMA or body.get("version") != VERSION:
+        found = f"{body.get('schema')!r:.40} version {body.get('version')!r:.20}"
+        raise InvalidCheckpoint.of(MANIFEST, f"expected {SCHEMA!r} version {VERSION}, found {found}.")
+    digest = body.pop("digest", None)
+    if digest != _own_digest(body):
+        raise InvalidCheckpoint.of(MANIFEST, "does not match its own digest: it was damaged or changed.")
+    manifest = _checked(body)
+    if manifest.byteorder != sys.byteorder:
+        raise InvalidCheckpoint.of(
+            MANIFEST, f"was written on a {manifest.byteorder}-endian machine; this one is {sys.byteorder}."
+        )
+    if (step := step_of(directory.name)) is not None and step != manifest.step:
+        raise InvalidCheckpoint.of(MANIFEST, f"is of step {manifest.step}, in a directory of step {step}.")
+    return manifest
+
+
+def check_sizes(directory: Path, manifest: Manifest) -> None:
+    """InvalidCheckpoint unless every file is there, a plain file, and as long as the manifest says."""
+    for name, entry in manifest.files.items():
+        with open_inside(directory, name) as file:
+            size = os.fstat(file.fileno()).st_size
+        if size != entry.bytes:
+            raise InvalidCheckpoint.of(name, f"has {size} bytes, the manifest says {entry.bytes}.")
+
+
+def check_digest(directory: Path, manifest: Manifest, name: str) -> None:
+    """InvalidCheckpoint unless the content of a file is what the manifest says."""
+    with open_inside(directory, name) as file:
+        size, digest = digest_of(file, manifest.hash)
+    if (size, digest) != (manifest.files[name].bytes, manifest.files[name].digest):
+        raise InvalidCheckpoint.of(
+            name, f"its {manifest.hash} is {digest}, the manifest says {shown(manifest.files[name].digest)}."
+        )
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _own_digest(body: Mapping[str, Any]) -> str:
+    return hashlib.blake2b(_canonical(body), digest_size=16).hexdigest()
+
+
+def _checked(body: dict[str, Any]) -> Manifest:
+    """A manifest with every field of the right type."""
+
+    def take(name: str, kind: type) -> Any:
+        if type(body.get(name)) is not kind:
+            raise InvalidCheckpoint.of(
+                MANIFEST, f"{name} is a {type(body.get(name)).__name__}, expected a {kind.__name__}."
+            )
+        return body[name]
+
+    files = {}
+    for name, entry in take("files", dict).items():
+        check_file_name(name, MANIFEST)
+        size, digest = (entry.get("bytes"), entry.get("digest")) if type(entry) is dict else (None, None)
+        if type(size) is not int or size < 0 or type(digest) is not str:
+            raise InvalidCheckpoint.of(MANIFEST, f"the entry of {name} has no size and digest.")
+        files[name] = FileEntry(size, digest)
+    for name in (METADATA, STATE):
+        if name not in files:
+            raise InvalidCheckpoint.of(MANIFEST, f"does not list {name}.")
+    texts = {name: take(name, str) for name in ("hash", "torch", "ottava", "config_digest", "saved_at", "byteorder")}
+    numbers = {name: take(name, int) for name in ("step", "world_size")}
+    return Manifest(files=files, meshes=take("meshes", list), dtypes=take("dtypes", dict), **texts, **numbers)

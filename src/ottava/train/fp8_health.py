@@ -1,0 +1,176 @@
+"""FP8 health: how well the numbers of every layer fit the format they are multiplied in.
+
+On a step that is looked at, the operands of every quantized product are seen on their way in: inputs and weights in the forward
+pass, gradients in the backward pass. Two counts an operand, made on the device and read when the step is over. On all other steps
+nothing is installed, so they cost nothing.
+
+    amax        largest magnitude (for blocks: an upper bound, from the scales)
+    scale       smallest of the factors that values were multiplied by
+    underflow   share of values that are 0 in the format (those that were 0 before are among them)
+    saturated   share of values at the format's largest magnitude (the one that a current scale is made from is among them)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ottava.checkpoint.placement import modules_of
+from ottava.nn import core
+from ottava.nn.base import QuantizedModule
+from ottava.quant.formats import ELEMENTS, e8m0_to_float
+from ottava.quant.scheme import Scheme
+from ottava.train.config import Config
+from ottava.train.model import SpreadModel
+from ottava.train.report import HEALTH_FILE
+from ottava.train.world import World
+
+LARGEST = {"e4m3": 0x7E, "e5m2": 0x7B, "e2m1": 0x7}
+"""Code of the largest magnitude."""
+STAGES = {1: ("",), 2: ("fc1.", "fc2.")}
+"""What the products of a module are called, by their number."""
+
+
+class Operand(NamedTuple):
+    """One side of a product, K-major bytes."""
+
+    data: Tensor
+    scale_inv: Tensor
+    amax: Tensor
+    scheme: Scheme
+
+    def figures(self) -> Tensor:
+        """(amax, scale, underflow, saturated), float32 [4] on the device."""
+        codes = self.data.view(torch.uint8)
+        if self.scheme.format == "e2m1":  # two in a byte
+            codes = torch.stack([codes & 0xF, codes >> 4])
+            magnitude = codes & 0x7
+        else:
+            magnitude = codes & 0x7F
+        size = max(magnitude.numel(), 1)
+        inverse = _as_float(self.scale_inv, self.scheme).amax()
+        amax = self.amax.amax() if self.amax.numel() else inverse * ELEMENTS[self.scheme.format].max
+        zero, top = (magnitude == 0).sum() / size, (magnitude == LARGEST[self.scheme.format]).sum() / size
+        return torch.stack([amax.float(), 1.0 / inverse, zero, top])
+
+
+def _as_float(scale_inv: Tensor, scheme: Scheme) -> Tensor:
+    if scheme.kind == "mx":
+        return e8m0_to_float(scale_inv)
+    if scheme.kind == "nvfp4":
+        return scale_inv.view(torch.float8_e4m3fn).float()
+    return scale_inv.float()
+
+
+class _Seen:
+    """Stands in for `torch.ops.ottava` in the core, and shows every product to `look` before it is made."""
+
+    def __init__(self, ops: Any, look: Callable[[Operand, Operand], None]) -> None:
+        self._ops, self._look = ops, look
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
+
+    def scaled_mm(self, *args: Any) -> Tensor:
+        """As `ottava::scaled_mm`."""
+        with torch.no_grad():
+            a, a_scale, a_amax, b, b_scale, b_amax, a_scheme, b_scheme = args[:8]
+            self._look(
+                Operand(a, a_scale, a_amax, Scheme.parse(a_scheme)), Operand(b, b_scale, b_amax, Scheme.parse(b_scheme))
+            )
+        return self._ops.scaled_mm(*args)
+
+
+class Fp8Health:
+    """Looks at every `metrics.fp8_every`-th step in the leading rank and writes RUN/fp8.jsonl.
+
+    Under torch.compile nobody looks: a compiled layer has no products to watch.
+
+        >>> with fp8.looking(step):
+        ...     loss.backward()
+    """
+
+    def __init__(self, config: Config, model: SpreadModel, world: World) -> None:
+        every = config.metrics.fp8_every
+        self._every = every if world.leads and model.recipe is not None and not config.train.compile else 0
+        self._model = model.module
+        self._path = config.run_folder / HEALTH_FILE
+        self._figures: dict[str, Tensor] = {}
+        self._forward: tuple[str, int] | None = None  # (module, products it has made) of the forward pass that runs now
+        self._backward: tuple[str, int, int] | None = None  # (module, its stages, products it has made)
+
+    @contextmanager
+    def looking(self, step: int) -> Iterator[None]:
+        """Around forward and backward of `step`, from 0."""
+        if not self._every or (step + 1) % self._every:
+            yield
+            return
+        hooks = [hook for name, module in _quantized(self._model) for hook in self._hooks(name, module)]
+        plain = core.ops
+        core.ops = _Seen(plain, self._look)  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            core.ops = plain
+            for hook in hooks:
+                hook.remove()
+        self._write(step + 1)
+
+    def _hooks(self, name: str, module: QuantizedModule) -> list[Any]:
+        stages = len(module._strategies)
+
+        def begin(*_: Any) -> None:
+            self._forward = (name, 0)
+
+        def end(_: Any, __: Any, output: Any) -> None:
+            self._forward = None
+            first = output[0] if isinstance(output, tuple) else output
+            if first.requires_grad:
+                first.register_hook(going_back)
+
+        def going_back(_: Tensor) -> None:
+            self._backward = (name, stages, 0)
+
+        return [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
+
+    def _look(self, a: Operand, b: Operand) -> None:
+        if self._forward is not None:
+            name, made = self._forward
+            self._forward = (name, made + 1)
+            stage = STAGES[1][0] if made == 0 else STAGES[2][1]
+            self._note(f"{name}.{stage}input", a)
+            self._note(f"{name}.{stage}weight", b)
+        elif self._backward is not None:
+            name, stages, made = self._backward
+            self._backward = (name, stages, made + 1)
+            if made % 2 == 0:  # the gradient comes twice, rowwise and columnwise
+                back = stages - 1 - made // 2
+                stage = "" if back == 0 else STAGES[2][1]
+                self._note(f"{name}.{stage}grad", a)
+
+    def _note(self, name: str, operand: Operand) -> None:
+        """The last microbatch stands for all."""
+        self._figures[name] = operand.figures()
+
+    def _write(self, step: int) -> None:
+        names = list(self._figures)
+        if not names:
+            return
+        values = torch.stack([self._figures[name] for name in names]).tolist()
+        keys = ("amax", "scale", "underflow", "saturated")
+        tensors = {name: dict(zip(keys, row)) for name, row in zip(names, values)}
+        self._figures.clear()
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "tensors": tensors}) + "\n")
+
+
+def _quantized(model: nn.Module) -> Iterator[tuple[str, QuantizedModule]]:
+    """By the names of one process."""
+    for name, module in modules_of(model):
+        if isinstance(module, QuantizedModule):
+            yield name, module

@@ -1,0 +1,66 @@
+"""What to do about numbers that are not finite, and which losses are spikes.
+
+A step whose loss or gradient norm is not finite changes no weight: it is skipped. If more than `retries` steps in a row were, the
+weights themselves are suspect and the run goes back to its last checkpoint. A run that has gone back `retries` times without a
+finite step beyond the place where it failed is over: exit code 5.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from typing import Literal
+
+from ottava.train.config import HealthSection
+from ottava.train.exits import NonFinite
+
+Verdict = Literal["fine", "skip", "roll back"]
+
+
+class Health:
+    """Judges each step. All ranks judge the same numbers, so they agree.
+
+    >>> health = Health(HealthSection(retries=1))
+    >>> [health.judge(step, loss, 1.0) for step, loss in ((1, 2.0), (2, math.nan), (3, math.nan))]
+    ['fine', 'skip', 'roll back']
+    """
+
+    def __init__(self, section: HealthSection) -> None:
+        self.section = section
+        self.rollbacks = 0
+        self._in_a_row = 0
+        self._failed_at = 0  # the last step that was not finite
+        self._recent: deque[float] = deque(maxlen=section.spike_window)
+
+    def judge(self, step: int, loss: float, grad_norm: float) -> Verdict:
+        """What to do after the backward pass of `step`. Raises NonFinite where it is over."""
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            self._in_a_row = 0
+            if step > self._failed_at:
+                self.rollbacks = 0
+            return "fine"
+        self._failed_at = max(self._failed_at, step)
+        self._in_a_row += 1
+        if self._in_a_row <= self.section.retries:
+            return "skip"
+        if self.rollbacks >= self.section.retries:
+            raise NonFinite(
+                f"Step {step}: loss {loss}, gradient norm {grad_norm}, after {self._in_a_row - 1} skipped steps in a row and "
+                f"{self.rollbacks} rollbacks (health.retries = {self.section.retries})."
+            )
+        return "roll back"
+
+    def rolled_back(self) -> None:
+        """The weights are those of the last checkpoint again."""
+        self.rollbacks += 1
+        self._in_a_row = 0
+        self._recent.clear()
+
+    def spike(self, loss: float) -> bool:
+        """Whether a finite loss is far above those before it; remembers it."""
+        full = len(self._recent) >= max(self.section.spike_window // 10, 2)
+        factor = self.section.spike_factor
+        found = bool(factor) and full and loss > factor * statistics.median(self._recent)
+        self._recent.append(loss)
+        return found

@@ -1,0 +1,166 @@
+"""`ottava train` on one machine: starts the ranks, passes signals on, and ends as they end.
+
+A process that torchrun has started is a rank already. Otherwise this process starts one process a GPU (or 2 on a CPU) and only
+waits. The store through which the ranks find each other is served here, so it outlives all of them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from ottava.train import exits
+from ottava.train.config import Config
+
+GRACE_S = 15.0
+"""Ranks get this long to end by themselves after one has failed: the others may wait for it in a collective."""
+
+
+def launch(config: Config) -> int:
+    """Trains on this machine's ranks, or as the rank that torchrun says this process is. Returns the exit code.
+
+    >>> sys.exit(launch(config))
+    """
+    from ottava.train.world import Place, local_ranks
+
+    place = Place.from_torchrun()
+    if place is not None:
+        code, text = run_rank(config, place)
+        if text:
+            print(f"ottava train: rank {place.rank}: {text}", file=sys.stderr, flush=True)
+        return code
+    return _start(config, local_ranks(config.parallel.ranks))
+
+
+def run_rank(config: Config, place: Any) -> tuple[int, str]:
+    """One rank from beginning to end: (exit code, what is to be said about a failure)."""
+    from ottava.checkpoint import NoUsableCheckpoint
+    from ottava.train.loop import train
+    from ottava.train.world import World
+
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS may not be deterministic
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that torch remembers, for the watchdog
+    try:
+        with World(place, timeout=4 * config.health.watchdog_s or 1800.0) as world:
+            return train(config, world), ""
+    except NoUsableCheckpoint as error:
+        return exits.NO_CHECKPOINT, str(error)
+    except ValueError as error:
+        _keep_traceback(config, place.rank)
+        return exits.WRONG_USAGE, str(error)
+    except Exception:
+        return exits.FAILED, traceback.format_exc()
+
+
+def _keep_traceback(config: Config, rank: int) -> None:
+    """A ValueError is shown as its message; where it came from lies beside the run, if there is one."""
+    if config.run_folder.is_dir():
+        (config.run_folder / f"error-rank-{rank}.txt").write_text(traceback.format_exc(), encoding="utf-8")
+
+
+# ------------------------------------------------------------------------------------------------------------ this machine
+
+
+def _start(config: Config, count: int) -> int:
+    import torch.distributed as dist
+
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="ottava-") as folder:
+        processes = [
+            context.Process(target=_rank, args=(config, rank, count, store.port, folder), name=f"rank {rank}")
+            for rank in range(count)
+        ]
+        stop = _Stop(processes)
+        for process in processes:
+            process.start()
+        first = _wait(processes, stop)
+        failures = {rank: (Path(folder) / f"{rank}.txt") for rank in range(count)}
+        texts = {rank: path.read_text(encoding="utf-8") for rank, path in failures.items() if path.is_file()}
+    code = _code(processes[first].exitcode)
+    if code not in (exits.DONE, exits.GATE_FAILED, exits.NON_FINITE, exits.STOPPED):
+        print(_report(first, code, texts), file=sys.stderr, flush=True)
+    return code
+
+
+def _rank(config: Config, rank: int, count: int, port: int, folder: str) -> None:
+    """The process of one rank."""
+    from ottava.train.world import Place
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the launcher, which asks all ranks to stop
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    code, text = run_rank(config, Place(rank, count, rank, count, "localhost", port))
+    if text:
+        (Path(folder) / f"{rank}.txt").write_text(text, encoding="utf-8")
+    sys.stdout.flush()
+    sys.exit(code)
+
+
+def _end_with_parent() -> None:
+    """A launcher that was killed cannot end its ranks."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(exits.FAILED)
+
+
+class _Stop:
+    """SIGTERM and Ctrl-C: the first asks every rank to save and end, a second one ends them."""
+
+    def __init__(self, processes: Sequence[Any]) -> None:
+        self._processes, self._asked = processes, False
+        signal.signal(signal.SIGTERM, self._handle)
+        signal.signal(signal.SIGINT, self._handle)
+
+    def _handle(self, *_: Any) -> None:
+        for process in self._processes:
+            if process.is_alive():
+                process.kill() if self._asked else process.terminate()
+        self._asked = True
+
+
+def _wait(processes: Sequence[Any], stop: _Stop) -> int:
+    """Until all ranks have ended. Returns the one whose exit code counts: the first that failed, or 0."""
+    first: int | None = None
+    deadline: float | None = None
+    while any(process.is_alive() for process in processes):
+        left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+        wait([p.sentinel for p in processes if p.is_alive()], timeout=left)
+        failed = [rank for rank, p in enumerate(processes) if p.exitcode not in (None, 0)]
+        if failed and first is None:
+            first, deadline = failed[0], time.monotonic() + GRACE_S
+        if deadline is not None and time.monotonic() >= deadline:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+    for process in processes:
+        process.join()
+    failed = [rank for rank, p in enumerate(processes) if p.exitcode != 0]
+    return first if first is not None else (failed[0] if failed else 0)
+
+
+def _code(exitcode: int | None) -> int:
+    """As a shell sees it: 128 + n for signal n."""
+    assert exitcode is not None
+    return 128 - exitcode if exitcode < 0 else exitcode
+
+
+def _report(first: int, code: int, texts: dict[int, str]) -> str:
+    """What went wrong, each text once. Ranks that failed only because another one did are left out."""
+    if first not in texts:
+        return f"ottava train: rank {first} ended with exit code {code}."
+    same = ", ".join(str(rank) for rank, text in texts.items() if text == texts[first])
+    everyone = len([r for r in texts if texts[r] == texts[first]]) > 1
+    who = "" if code == exits.WRONG_USAGE and everyone else f"rank {same}: "
+    return f"ottava train: {who}{texts[first]}"

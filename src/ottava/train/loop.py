@@ -1,0 +1,316 @@
+"""The training loop. `train` sets everything up in every rank; `Loop.run` is what happens then, step by step.
+
+A step: data -> for each microbatch forward, backward -> norm of gradients -> all ranks agree that it is finite -> optimizer ->
+metrics. Between steps, when the state is whole: evaluation, a sample, a checkpoint, or the end.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ottava.checkpoint import StopSignal
+from ottava.train import exits, run_folder
+from ottava.train.accumulate import reducing
+from ottava.train.clock import Clock
+from ottava.train.config import Config
+from ottava.train.data import IGNORED, Batch, Data, Prefetch
+from ottava.train.evaluate import evaluate
+from ottava.train.exits import NonFinite
+from ottava.train.fp8_health import Fp8Health
+from ottava.train.gates import judge
+from ottava.train.health import Health
+from ottava.train.metrics import read_metrics
+from ottava.train.model import SpreadModel
+from ottava.train.optimizer import clip_gradients, make_optimizer, set_lr
+from ottava.train.recorder import Recorder
+from ottava.train.sample import generate
+from ottava.train.schedule import lr_fraction
+from ottava.train.state import RunState
+from ottava.train.summary import as_text, summarize, table
+from ottava.train.tokenize import Tokenizer, load_tokenizer, standard_library
+from ottava.train.watchdog import Watchdog
+from ottava.train.world import World
+
+
+def train(config: Config, world: World) -> int:
+    """Trains until the end, a signal or a failure; returns the exit code. Every rank calls it.
+
+    >>> with World(place, timeout=600.0) as world:
+    ...     sys.exit(train(config, world))
+    """
+    if config.train.deterministic:
+        torch.use_deterministic_algorithms(True)
+    with ExitStack() as resources:
+        loop = Loop(config, world, resources)
+        try:
+            code = loop.run()
+        except NonFinite as error:
+            loop.say(f"ottava train: {error}")
+            code = exits.NON_FINITE
+        return loop.finish(code)
+
+
+@dataclass
+class Step:
+    """What came out of a step's backward pass, over all ranks."""
+
+    loss: float
+    grad_norm: float
+    stop: bool
+    """Whether any rank was asked to stop."""
+
+
+class Loop:
+    """One run. Resources that must be closed go to `resources`."""
+
+    def __init__(self, config: Config, world: World, resources: ExitStack) -> None:
+        self.config, self.world = config, world
+        self.data, self.validation = open_data(config, world)
+        self.tokenizer = open_tokenizer(config, self.data) if config.train.sample_tokens else None
+        self.model = SpreadModel(config, self.data.vocab_size, world.device)
+        self._check_batch()
+        self.optimizer = make_optimizer(config, self.model.module, self.model.decaying)
+        self.model.renew_copies_after(self.optimizer)
+        if world.leads:
+            run_folder.prepare(config)
+        world.barrier()
+        self.state = RunState(config, self.model, self.optimizer)
+        resources.callback(self.state.checkpoints.close)
+        self.done = self._resume()
+        self.clock, self.health = Clock(world.device), Health(config.health)
+        self.fp8 = Fp8Health(config, self.model, world)
+        self.recorder = Recorder(config, world, self.model, self.done)
+        resources.callback(self.recorder.close)
+        self.watchdog = resources.enter_context(Watchdog(config, world))
+        self.stop = resources.enter_context(StopSignal())
+        self.batches = self._prefetch()
+        resources.callback(lambda: self.batches.close())
+        self.sample: str | None = None
+
+    # -------------------------------------------------------------------------------------------------------- the loop
+
+    def run(self) -> int:
+        """All steps that are left. Returns the exit code."""
+        config = self.config.train
+        while self.done < config.steps:
+            self.clock.restart()
+            if self._due(self.config.checkpoint.every) and self.done != self.state.checkpoints.last_saved:
+                with self.clock("checkpoint"):
+                    self.watchdog.beat(self.done, "checkpoint")
+                    self.state.save(self.done)
+            found = self._step()
+            if found is None:
+                continue  # rolled back
+            if found.stop:
+                self.state.save(self.done, wait=True)
+                return exits.STOPPED
+        self.state.save(self.done, wait=True)
+        return exits.DONE
+
+    def _step(self) -> Step | None:
+        """Step number `done`, from 0. None if the run went back to a checkpoint instead."""
+        step = self.done
+        with self.fp8.looking(step):
+            found = self._backward(step)
+        event = None
+        verdict = self.health.judge(step + 1, found.loss, found.grad_norm)
+        if verdict == "roll back":
+            self._roll_back(step + 1)
+            return None
+        lr = self.config.optimizer.lr * lr_fraction(self.config.schedule, step, self.config.train.steps)
+        if verdict == "fine":
+            with self.clock("optimizer"):
+                self.watchdog.beat(step, "optimizer")
+                set_lr(self.optimizer, lr)
+                self.optimizer.step()
+            if self.health.spike(found.loss):
+                event = "loss spike"
+        else:
+            event = "skipped: non-finite loss" if not math.isfinite(found.loss) else "skipped: non-finite gradient"
+        self.optimizer.zero_grad()
+        self.done = step + 1
+        seconds = self.clock.pause()
+        validation = self._look_at_the_model()
+        self.recorder.record(self.done, found.loss, found.grad_norm, lr, seconds, self.clock.read(), validation, event)
+        return found
+
+    def _backward(self, step: int) -> Step:
+        """Gradients of the global batch of `step`, clipped."""
+        config, model, device = self.config.train, self.model, self.world.device
+        self.watchdog.beat(step, "data")
+        with self.clock("data"):
+            batch = next(self.batches).to(device)
+        model.seed_step(step)
+        parts = batch.split(config.micro_batch)
+        # Data-parallel ranks average gradients; the mean wanted is that over the tokens of the global batch.
+        weight = model.meshes.dp_size / self._count(batch)
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for i, part in enumerate(parts):
+            first = None if len(parts) == 1 or config.compile else i == 0
+            with reducing(model.module, i == len(parts) - 1, model.keep_gathered):
+                self.watchdog.beat(step, "forward")
+                with self.clock("forward"), model.precision():
+                    loss = model.module(
+                        part.tokens,
+                        part.targets,
+                        part.documents,
+                        is_first_microbatch=first,
+                        reduction="sum",
+                        z_loss=config.z_loss,
+                        max_logits=config.max_logits,
+                    )
+                self.watchdog.beat(step, "backward")
+                with self.clock("backward"):
+                    (loss * weight).backward()
+            total += loss.detach()
+        with self.clock("optimizer"):
+            norm = clip_gradients(model.module, self.config.optimizer.clip)
+        self.watchdog.beat(step, "agreement")
+        tokens = self._count(batch) * self.world.size / model.meshes.dp_size  # tp ranks count the same tokens
+        loss_sum, stops = self.world.sum([total.item(), float(self.stop.requested)])
+        return Step(loss_sum / tokens, norm, stops > 0)
+
+    def _count(self, batch: Batch) -> float:
+        """Tokens of the global batch that have a target."""
+        if not self.config.data.document_mask:
+            return float(self.config.train.global_batch * self.config.data.length)
+        mine = float((batch.targets != IGNORED).sum())
+        meshes = self.model.meshes
+        return max(self.world.sum([mine])[0] * meshes.dp_size / self.world.size, 1.0)
+
+    # ---------------------------------------------------------------------------------------------------- between steps
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.done > 0 and self.done % every == 0
+
+    def _look_at_the_model(self) -> float | None:
+        """Validation loss and a sample, where they are due."""
+        config, last = self.config.train, self.done == self.config.train.steps
+        validation = None
+        if self.validation is not None and (last or self._due(config.evaluate_every)):
+            self.watchdog.beat(self.done, "evaluation")
+            validation = evaluate(self.model, self.validation, self.config, self.world)
+        if self.tokenizer is not None and (last or self._due(config.sample_every)):
+            self.watchdog.beat(self.done, "sample")
+            self.sample = self._sample(self.tokenizer)
+            self.say(f"--- sample after step {self.done}\n{self.sample}\n---")
+        return validation
+
+    def _sample(self, tokenizer: Tokenizer) -> str:
+        config = self.config.train
+        prompt = [int(t) for t in next(iter(tokenizer.encode([config.sample_prompt])))]
+        with self.model.looking():
+            tokens = generate(
+                self.model.module,
+                prompt or [tokenizer.end_token],
+                config.sample_tokens,
+                self.config.data.length,
+                seed=config.seed,
+                end_token=tokenizer.end_token,
+                device=self.world.device,
+                multiple=self.config.parallel.tp,
+            )
+        return config.sample_prompt + tokenizer.decode(tokens)
+
+    def _roll_back(self, failed: int) -> None:
+        """To the last checkpoint; the steps after it are done again, on the same data."""
+        self.batches.close()
+        loaded = self.state.load()
+        if loaded is None:
+            raise NonFinite(f"Step {failed} is not finite, and there is no checkpoint to go back to.")
+        self.health.rolled_back()
+        self.optimizer.zero_grad()
+        self.done = loaded.step
+        self.batches = self._prefetch()
+        self.recorder.rewind(self.done, f"rolled back from step {failed}: not finite")
+        self.say(f"Step {failed} is not finite: back to the checkpoint of step {self.done}.")
+
+    # ------------------------------------------------------------------------------------------------ beginning and end
+
+    def _resume(self) -> int:
+        """Steps that are done already."""
+        loaded = self.state.load() if self.config.checkpoint.resume else None
+        if loaded is None:
+            return 0
+        for rejected in loaded.rejected:
+            self.say(f"{rejected.path} cannot be used: {rejected.reason}")
+        self.say(f"Resuming from {loaded.path}: {loaded.step} of {self.config.train.steps} steps are done.")
+        return loaded.step
+
+    def _prefetch(self) -> Prefetch[Batch]:
+        part = (self.model.meshes.dp_rank, self.model.meshes.dp_size)
+        size, pin = self.config.train.global_batch, self.world.device.type == "cuda"
+
+        def make(step: int) -> Batch:
+            batch = self.data.batch(step, size, part)
+            return batch.pin_memory() if pin else batch
+
+        return Prefetch(make, start=self.done, depth=self.config.data.prefetch)
+
+    def _check_batch(self) -> None:
+        config, ranks = self.config.train, self.model.meshes.dp_size
+        if config.global_batch % (ranks * config.micro_batch):
+            raise ValueError(
+                f"train.global_batch ({config.global_batch}) must be a multiple of train.micro_batch ({config.micro_batch}) times "
+                f"the {ranks} data-parallel ranks: {config.micro_batch * ranks} or a multiple of it."
+            )
+        if self.config.parallel.strategy == "none" and ranks > 1:
+            raise ValueError(
+                f"parallel.strategy 'none' reduces no gradients, but {ranks} ranks would see different data: use fsdp2 or ddp."
+            )
+
+    def finish(self, code: int) -> int:
+        """Writes and prints the summary; judges the gates. Returns the exit code."""
+        failed = False
+        if self.world.leads:
+            lines = list(read_metrics(self.recorder.path)) if self.recorder.path.is_file() else []
+            gates = judge(self.config.gate, lines) if code == exits.DONE else []
+            failed = not all(gate.passed for gate in gates)
+            outcome = exits.OUTCOMES[exits.GATE_FAILED if failed else code]
+            summary = summarize(self.config, outcome, lines, gates, sample=self.sample)
+            run_folder.write_summary(self.config.run_folder, summary)
+            self.say("\n" + as_text(self.config, summary))
+            if gates:
+                self.say("\nGates\n" + table([gate.row() for gate in gates]))
+        return exits.GATE_FAILED if self.world.share(failed) else code
+
+    def say(self, text: str) -> None:
+        """Prints, once."""
+        if self.world.leads:
+            print(text, flush=True)
+
+
+def open_data(config: Config, world: World) -> tuple[Data, Data | None]:
+    """(training data, validation data if some is kept). One rank makes the token file if there is none yet."""
+    section = config.data
+    files: Any = section.files
+    if not files:
+        cache = Path(section.cache).expanduser()
+        world.share(world.leads and str(standard_library(cache)))  # the others wait, and then find it
+        files = [standard_library(cache)]
+    options: dict[str, Any] = {
+        "length": section.length,
+        "seed": config.train.seed,
+        "weights": section.weights or None,
+        "validation_fraction": section.validation_fraction,
+        "document_mask": section.document_mask,
+    }
+    held_out = Data(files, split="validation", **options) if section.validation_fraction else None
+    return Data(files, **options), held_out
+
+
+def open_tokenizer(config: Config, data: Data) -> Tokenizer:
+    """What turns samples into text; it must be the one that the data was made with."""
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    if tokenizer.name.rpartition("@")[2] != data.tokenizer.rpartition("@")[2]:
+        raise ValueError(
+            f"data.tokenizer {config.data.tokenizer!r} is {tokenizer.name}, but the files were made with {data.tokenizer}: give that one, "
+            "or train.sample_tokens 0, which needs none."
+        )
+    return tokenizer

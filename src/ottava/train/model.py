@@ -1,0 +1,115 @@
+"""The model of a run: built from its configuration, spread over the ranks, and run in its precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+import ottava
+from ottava.distributed import attach, meshes_of, parallelize
+from ottava.distributed.random import model_parallel_seed
+from ottava.models import GPT, CausalLM, GPTConfig, Llama, LlamaConfig
+from ottava.quant.delayed import BUFFERS, DelayedState
+from ottava.quant.scheme import Scheme
+from ottava.train.config import Config
+from ottava.train.optimizer import decaying
+
+
+def construct(config: Config, vocab_size: int, device: str | torch.device = "meta") -> CausalLM:
+    """The model as one process has it. On the meta device nothing is allocated.
+
+    >>> construct(preset("llama3-70b"), vocab_size=128256).num_parameters()
+    70553706496
+    """
+    shape = config.model.shape(vocab_size, config.data.length)
+    dtype = getattr(torch, config.precision.weights)
+    recipe = config.precision.make_recipe()
+    # Weights that are stored in FP8 need their first values when they are made; others are drawn after sharding.
+    with ottava.quantized_model_init(
+        enabled=config.precision.fp8_weights, recipe=recipe, preserve_high_precision_init_val=True
+    ):
+        if isinstance(shape, LlamaConfig):
+            return Llama(shape, device=device, params_dtype=dtype)
+        assert isinstance(shape, GPTConfig)
+        return GPT(shape, device=device, params_dtype=dtype)
+
+
+class SpreadModel:
+    """The model on all ranks.
+
+    >>> spread = SpreadModel(config, vocab_size=257, device=world.device)
+    >>> with spread.precision():
+    ...     loss = spread.module(tokens, targets)
+    """
+
+    def __init__(self, config: Config, vocab_size: int, device: torch.device) -> None:
+        self.recipe = config.precision.make_recipe()
+        torch.manual_seed(config.train.seed)  # of weights that are stored in FP8; the others go by their names
+        shape = config.model.shape(vocab_size, config.data.length)
+        whole = construct(config, vocab_size, device if config.precision.fp8_weights else "meta")
+        self.decaying, self.parameters = decaying(whole), whole.num_parameters()
+        self.flops = shape.flops_per_token(config.data.length)
+        plan = config.plan(device.type)
+        self.module: nn.Module = parallelize(
+            whole, plan, recipe=self.recipe, seed=config.train.seed, config=_shared(config), device_type=device.type
+        )
+        self.meshes = meshes_of(self.module)
+        self.seed = config.train.seed
+        wraps = config.parallel.strategy in ("ddp", "none") and config.precision.dtype(device.type) != torch.float32
+        # FSDP casts what it gathers; nobody does for the others.
+        self._cast = (device.type, config.precision.dtype(device.type)) if wraps else None
+        if config.train.compile:
+            for layer in whole.layers:
+                layer.compile()
+        # One gather a step instead of one a microbatch, where weights stay gathered and serve both directions.
+        self.keep_gathered = not config.parallel.reshard_after_forward and (
+            self.recipe is None or Scheme.of(self.recipe, "weight").transposable
+        )
+
+    @contextmanager
+    def precision(self) -> Iterator[None]:
+        """What a forward pass runs under."""
+        kind, dtype = self._cast or ("cpu", torch.bfloat16)
+        with (
+            torch.autocast(kind, dtype, enabled=self._cast is not None),
+            ottava.autocast(enabled=self.recipe is not None, recipe=self.recipe),
+        ):
+            yield
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """A forward pass that leaves no trace: no gradients, no dropout, and delayed scales as they were."""
+        kept = [{name: getattr(state, name).clone() for name in BUFFERS} for state in self._delayed() if state.used]
+        training = self.module.training
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.module.train(training)
+            for state, buffers in zip((s for s in self._delayed() if s.used), kept):
+                for name, value in buffers.items():
+                    getattr(state, name).copy_(value)
+
+    def seed_step(self, step: int) -> None:
+        """Random numbers of a step are a function of (seed, step, rank): a checkpoint has none to keep."""
+        model_parallel_seed((self.seed << 64) + step, self.meshes.tp.get_local_rank(), self.meshes.dp_rank)
+
+    def renew_copies_after(self, optimizer: torch.optim.Optimizer) -> None:
+        """FSDP2 gathers FP8 copies of the weights: every step of the optimizer renews them."""
+        if isinstance(self.module, FSDPModule) and self.recipe is not None:
+            attach(optimizer, self.module)
+
+    def _delayed(self) -> list[DelayedState]:
+        return [m for m in self.module.modules() if isinstance(m, DelayedState)]
+
+
+def _shared(config: Config) -> dict[str, Any]:
+    """What all ranks must agree on."""
+    return asdict(config)

@@ -1,0 +1,86 @@
+"""The optimizer: which parameters decay, the learning rate, and the norm of gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ottava.models import CausalLM
+from ottava.nn.initialize import WRAPPERS
+from ottava.optimizers import FusedAdam
+from ottava.train.config import Config
+
+
+def decaying(model: CausalLM) -> frozenset[str]:
+    """Names of the parameters that decay: matrices, but not embeddings. To be asked before the model is wrapped.
+
+    >>> "head.weight" in decaying(model), "norm.weight" in decaying(model)
+    (True, False)
+    """
+    tables = {id(table.weight) for table in model.tables}
+    return frozenset(name for name, p in model.named_parameters() if p.dim() > 1 and id(p) not in tables)
+
+
+def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters by the names that they have in one process.
+
+    >>> [name for name, _ in named(DistributedDataParallel(model))] == [name for name, _ in model.named_parameters()]
+    True
+    """
+    root = model.module if isinstance(model, DistributedDataParallel) else model
+    for name, parameter in root.named_parameters():
+        yield ".".join(part for part in name.split(".") if part not in WRAPPERS), parameter
+
+
+def make_optimizer(config: Config, model: nn.Module, decay: frozenset[str]) -> torch.optim.Optimizer:
+    """AdamW or FusedAdam over two groups: what decays and what does not.
+
+    >>> optimizer = make_optimizer(config, model, decaying(model))
+    """
+    section = config.optimizer
+    parameters = [(name, p) for name, p in named(model) if p.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for name, p in parameters if name in decay], "weight_decay": section.weight_decay},
+        {"params": [p for name, p in parameters if name not in decay], "weight_decay": 0.0},
+    ]
+    options: dict[str, Any] = {"lr": section.lr, "betas": section.betas, "eps": section.eps}
+    if section.name == "fused_adam":
+        optimizer: torch.optim.Optimizer = FusedAdam(
+            groups, master_weights=config.precision.weights != "float32", **options
+        )
+    else:
+        optimizer = torch.optim.AdamW(groups, **options)
+    return optimizer
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Of all groups."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def clip_gradients(model: nn.Module, limit: float) -> float:
+    """Scales gradients of a norm above `limit` down to it (0: never); returns the norm before, the same on all ranks.
+
+    A norm that is not finite leaves gradients that must not be used.
+
+        >>> norm = clip_gradients(model, 1.0)
+    """
+    if isinstance(model, FullyShardedDataParallel):
+        return float(model.clip_grad_norm_(limit or math.inf))
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    norm = _whole(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+    if limit:
+        nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+    return float(norm)
+
+
+def _whole(norm: Tensor) -> Tensor:
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -1,0 +1,127 @@
+"""`World`: all ranks of a run, what this one is, and the few numbers they tell each other each step."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+LEAST_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process stands among the ranks, and where their store is.
+
+    >>> Place.from_torchrun({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8", ...})
+    Place(rank=3, size=8, local_rank=3, local_size=8, host=None, port=None)
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    host: str | None = None
+    """Of the store that the launcher serves. None: where torchrun's variables say."""
+    port: int | None = None
+
+    @classmethod
+    def from_torchrun(cls, variables: Mapping[str, str] = os.environ) -> Place | None:
+        """What torchrun tells its processes; None for a process that torchrun has not started."""
+        if "RANK" not in variables or "WORLD_SIZE" not in variables:
+            return None
+        rank, size = int(variables["RANK"]), int(variables["WORLD_SIZE"])
+        local_rank, local_size = variables.get("LOCAL_RANK", rank), variables.get("LOCAL_WORLD_SIZE", size)
+        return cls(rank, size, int(local_rank), int(local_size))
+
+
+class World:
+    """The ranks of a run, connected. Use it in a `with` block: the process group ends with it.
+
+    timeout: seconds that a collective may take.
+
+        >>> with World(place, timeout=600.0) as world:
+        ...     total, stops = world.sum([loss, float(stop_requested)])
+    """
+
+    def __init__(self, place: Place, timeout: float) -> None:
+        self.rank, self.size = place.rank, place.size
+        self.device = _device(place)
+        options: dict[str, Any] = {"timeout": timedelta(seconds=max(timeout, LEAST_TIMEOUT_S))}
+        if place.port is not None:
+            store = dist.TCPStore(place.host or "localhost", place.port, is_master=False, wait_for_workers=False)
+            options |= {"store": store, "rank": place.rank, "world_size": place.size}
+        dist.init_process_group(_backend(self.device, place), **options)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank prints and writes files."""
+        return self.rank == 0
+
+    @property
+    def store(self) -> dist.Store:
+        """Keys and values that all ranks see, over a connection of its own: it never waits for a collective."""
+        group = dist.group.WORLD
+        assert group is not None
+        return group.get_group_store().clone()  # type: ignore[attr-defined]
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Element by element over all ranks, the same on each. A NaN anywhere is a NaN everywhere."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        """The largest of all ranks, element by element."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def share(self, value: Any) -> Any:
+        """What the leading rank has."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        return box[0]
+
+    def barrier(self) -> None:
+        """Until all ranks are here."""
+        self.sum([0.0])
+
+    def _reduce(self, values: Sequence[float], how: Any) -> list[float]:
+        if self.size == 1:
+            return [float(v) for v in values]
+        # On the CPU, also for GPUs: it goes over gloo and never waits for what is queued on a GPU.
+        numbers = torch.tensor(list(values), dtype=torch.float64)
+        dist.all_reduce(numbers, how)
+        return numbers.tolist()
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def local_ranks(asked: int | None) -> int:
+    """Ranks to start on this machine: as many as asked for, one a GPU, or 2 on a CPU."""
+    return asked or torch.cuda.device_count() or 2
+
+
+def _device(place: Place) -> torch.device:
+    if not torch.cuda.is_available():
+        # Ranks share the cores; more threads than cores would only take turns.
+        torch.set_num_threads(max(math.floor(len(os.sched_getaffinity(0)) / place.local_size), 1))
+        return torch.device("cpu")
+    device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _backend(device: torch.device, place: Place) -> str:
+    if device.type == "cpu":
+        return "gloo"
+    shared = place.local_size > torch.cuda.device_count()  # NCCL refuses two ranks on one GPU
+    return "cpu:gloo,cuda:gloo" if shared else "cpu:gloo,cuda:nccl"

@@ -1,0 +1,41 @@
+"""Whole runs: saved on one mesh, loaded on another bit for bit, and continued as if nothing had happened."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from checkpoint.run_cases import MESHES, all_cases
+from distributed.parity import RECIPES
+from distributed.ranks import Ranks
+
+CASES = [("llama", recipe) for recipe in RECIPES] + [("gpt", "delayed")]
+ALL_PAIRS = ["delayed"]  # its checkpoints have all that those of the others have, and scales
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, list[str]]]]:
+    """By world size, of each rank."""
+    root = str(tmp_path_factory.mktemp("runs"))
+    with Ranks(4) as four, Ranks(6) as six, ThreadPoolExecutor(2) as threads:
+        futures = {
+            ranks.world_size: threads.submit(
+                ranks.run, all_cases, root, ranks.world_size, CASES, ALL_PAIRS, timeout=280
+            )
+            for ranks in (four, six)
+        }
+        alone = all_cases(root, 1, CASES, ALL_PAIRS)
+        return {1: [alone], **{world: future.result() for world, future in futures.items()}}
+
+
+@pytest.mark.parametrize("world", MESHES)
+def test_five_more_steps_are_those_of_the_uninterrupted_run(answers: dict, world: int) -> None:
+    print([a["seconds"] for a in answers[world]])
+    assert [a["continued"] for a in answers[world]] == [[]] * world
+
+
+@pytest.mark.parametrize("world", MESHES)
+def test_every_mesh_holds_what_another_had(answers: dict, world: int) -> None:
+    assert [a["resharded"] for a in answers[world]] == [[]] * world
