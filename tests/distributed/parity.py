@@ -1,11 +1,13 @@
 """Training on many ranks and in one process: the same models, data and steps. What `test_parity.py` runs in its ranks.
 
-The single process sees every data-parallel rank's part as a microbatch: all forwards inside one `autocast`, one backward of the sum of
-their losses. So statistics of current scaling are taken over the same tensors, and delayed scaling is updated once a step.
+The single process sees every data-parallel rank's part as a microbatch: all forwards inside one `autocast`, one backward of the sum
+of their losses; then the mean of the parts' gradients. So statistics of current scaling are taken over the same tensors, and delayed
+scaling is updated once a step.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.func import functional_call
 
 import ottava
 import ottava.recipe as recipe
-from ottava.distributed import ParallelPlan, meshes_of, parallelize
+from ottava import torch_private
+from ottava.distributed import ParallelPlan, meshes_of, parallelize, whole_state
+from ottava.distributed.sharded_weight import ShardedWeight
+from ottava.distributed.whole import clean_name
 from ottava.models.gpt import GPT, GPTConfig
 from ottava.models.llama import Llama, LlamaConfig
 from ottava.nn.initialize import materialize_
@@ -42,17 +48,29 @@ class Case:
     batch: int = 12
     """Sequences in the global batch: a multiple of every dp size here."""
 
+    @property
+    def width(self) -> int:
+        """So wide that every rank's part of a contraction is a multiple of 64, and of 128 where blocks are that long."""
+        return 512 if self.recipe == "block" and self.plan.get("tp") == 4 else 256
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks."""
+        return self.plan.get("dp_replicate", 1) * self.plan.get("dp_shard", 1)
+
     def __str__(self) -> str:
         sizes = "x".join(str(self.plan.get(k, 1)) for k in ("dp_replicate", "dp_shard", "tp"))
         rest = "-".join(str(v) for k, v in self.plan.items() if k not in ("dp_replicate", "dp_shard", "tp"))
         return f"{self.model}-{self.recipe}-{sizes}-{rest}"
 
 
-def build(name: str) -> nn.Module:
+def build(name: str, width: int = 256) -> nn.Module:
     """On the meta device. tp up to 4 divides heads, groups, ffn and vocabulary."""
     if name == "llama":
-        return Llama(LlamaConfig(256, 256, 512, layers=2, heads=4, kv_heads=4, max_length=32), device="meta")
-    return GPT(GPTConfig(256, 256, 512, layers=2, heads=4, max_length=32, dropout=0.0, tie_embeddings=True), device="meta")
+        config = LlamaConfig(256, width, 2 * width, layers=2, heads=4, kv_heads=4, max_length=32)
+        return Llama(config, device="meta")
+    plain = GPTConfig(256, width, 2 * width, layers=2, heads=4, max_length=32, dropout=0.0, tie_embeddings=True)
+    return GPT(plain, device="meta")
 
 
 def batch_of(step: int, size: int) -> Tensor:
@@ -60,37 +78,58 @@ def batch_of(step: int, size: int) -> Tensor:
     return torch.randint(256, (size, 33), generator=torch.Generator().manual_seed(step))
 
 
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter as one process holds it, by name."""
-    found = {}
+def scales(model: nn.Module) -> dict[str, Tensor]:
+    """Delayed scaling's state, and the scales of weights that travel as bytes: what all ranks of the weight group share."""
+    found = {clean_name(n): b.clone() for n, b in model.named_buffers() if "delayed." in n and "history" not in n}
     for name, parameter in model.named_parameters():
-        value = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        found[name.removeprefix("module.")] = value.detach().clone()
+        local = torch_private.local_tensor(parameter) if isinstance(parameter, DTensor) else parameter
+        if isinstance(local, ShardedWeight) and local.copy.joint.scale.numel():
+            found[name + " (wire)"] = local.copy.joint.scale.clone()
     return found
 
 
-def scales(model: nn.Module) -> dict[str, Tensor]:
-    """Delayed scaling's state, by name."""
-    return {n: b.clone() for n, b in model.named_buffers() if "delayed." in n and "history" not in n}
-
-
 def run_steps(
-    model: nn.Module, chosen: recipe.Recipe | None, parts: list[int], of: int, batch: int, optimizer: Any
+    model: nn.Module, chosen: recipe.Recipe | None, meshes: Any, batch: int, device: str = "cpu"
 ) -> list[float]:
-    """Trains on the microbatches `parts` of `of`; the losses."""
-    losses = []
+    """Trains a model on this rank's part of the data; the losses."""
+    optimizer, losses, mine = adam(model), [], slice(meshes.dp_rank, None, meshes.dp_size)
     for step in range(STEPS):
-        tokens = batch_of(step, batch)
+        tokens = batch_of(step, batch)[mine].to(device)
         optimizer.zero_grad()
         with ottava.autocast(enabled=chosen is not None, recipe=chosen):
-            micro = [tokens[p * (batch // of) : (p + 1) * (batch // of)] for p in parts]
-            loss = torch.stack([model(t[:, :-1], t[:, 1:]) for t in micro]).sum()
+            loss = model(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
-        for parameter in model.parameters() if len(parts) > 1 else ():
-            parameter.grad /= len(parts)  # after backward, where data-parallel ranks average theirs
         optimizer.step()
-        losses.append(loss.item() / len(parts))
+        losses.append(loss.item())
     return losses
+
+
+def run_steps_alone(
+    model: nn.Module, chosen: recipe.Recipe | None, dp: int, batch: int, device: str = "cpu"
+) -> list[float]:
+    """The same in one process, for `dp` parts of the data."""
+    optimizer, losses = adam(model), []
+    for step in range(STEPS):
+        tokens = batch_of(step, batch).to(device)
+        with ottava.autocast(enabled=chosen is not None, recipe=chosen):
+            # Leaves of its own for each part, so that gradients are added up in the order of ranks, not of the autograd engine.
+            leaves = [{n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()} for _ in range(dp)]
+            parts = [tokens[r::dp] for r in range(dp)]
+            loss = [functional_call(model, own, (t[:, :-1], t[:, 1:])) for own, t in zip(leaves, parts)]
+        torch.stack(loss).sum().backward()
+        for name, parameter in model.named_parameters():
+            parameter.grad = by_halves([own[name].grad for own in leaves]) / dp
+        optimizer.step()
+        losses.append(float(by_halves([part.detach() for part in loss]) / dp))
+    return losses
+
+
+def by_halves(terms: list[Tensor]) -> Tensor:
+    """The sum in the order of `distributed/collectives.py`."""
+    while len(terms) > 1:
+        odd = terms[len(terms) // 2 * 2 :]
+        terms = [a + b for a, b in zip(terms[0::2], terms[1::2])] + odd
+    return terms[0]
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -98,23 +137,24 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3, weight_decay=0.1)
 
 
-def alone(model_name: str, recipe_name: str, dp: int, batch: int) -> dict[str, Any]:
+@functools.cache
+def alone(model_name: str, width: int, recipe_name: str, dp: int, batch: int) -> dict[str, Any]:
     """The single process: start, losses, weights and scales after the steps."""
-    model = materialize_(build(model_name), SEED, "cpu")
-    start = weights(model)
-    losses = run_steps(model, RECIPES[recipe_name], list(range(dp)), dp, batch, adam(model))
-    return {"start": start, "losses": losses, "end": weights(model), "scales": scales(model)}
+    model = materialize_(build(model_name, width), SEED, "cpu")
+    start = whole_state(model)
+    losses = run_steps_alone(model, RECIPES[recipe_name], dp, batch)
+    return {"start": start, "losses": losses, "end": whole_state(model), "scales": scales(model)}
 
 
-def spread(case: Case) -> dict[str, Any] | None:
-    """The same on the ranks of the plan; None in ranks that the plan has no place for."""
+def spread(case: Case) -> dict[str, Any]:
+    """The same on the ranks of the plan."""
     chosen = RECIPES[case.recipe]
     plan = ParallelPlan(**{"param_dtype": torch.float32, **case.plan})
-    model = parallelize(build(case.model), plan, seed=SEED)
+    model = parallelize(build(case.model, case.width), plan, seed=SEED)
     meshes = meshes_of(model)
-    start = weights(model)
-    losses = run_steps(model, chosen, [meshes.dp_rank], meshes.dp_size, case.batch, adam(model))
+    start = whole_state(model)
+    losses = run_steps(model, chosen, meshes, case.batch)
     mean = torch.tensor(losses)
     dist.all_reduce(mean)
     mean /= dist.get_world_size()
-    return {"start": start, "losses": mean.tolist(), "end": weights(model), "scales": scales(model)}
+    return {"start": start, "losses": mean.tolist(), "end": whole_state(model), "scales": scales(model)}

@@ -88,7 +88,10 @@ def test_masks_differ_between_ranks_where_their_tensors_do(ranks: Ranks) -> None
 def recomputed(sequence_parallel: bool, name: str) -> bool:
     """Whether a checkpointed layer draws the masks of the first pass again, from both streams."""
     results = []
-    for call in (lambda made, x, tracker: made(x), lambda made, x, tracker: ottava.checkpoint(made, x, get_rng_state_tracker=tracker)):
+    for call in (
+        lambda made, x, tracker: made(x),
+        lambda made, x, tracker: ottava.checkpoint(made, x, get_rng_state_tracker=tracker),
+    ):
         made = layer(None, hidden_dropout=0.3, attention_dropout=0.3, sequence_parallel=sequence_parallel)
         made.set_device_mesh(tp_mesh())
         tracker = model_parallel_seed(1, dist.get_rank())
@@ -124,11 +127,20 @@ def gathered_bytes(mode: str, name: str, recompute: str) -> int:
         return original(output, part, group=group)
 
     linear = ottava.Linear(
-        512, 512, parallel_mode=mode, sequence_parallel=True, bias=False, params_dtype=torch.bfloat16, device="cpu", recompute=recompute
+        512,
+        512,
+        parallel_mode=mode,
+        sequence_parallel=True,
+        bias=False,
+        params_dtype=torch.bfloat16,
+        device="cpu",
+        recompute=recompute,
     )
     linear.set_device_mesh(tp_mesh())
     # A column layer takes 128 tokens of each rank; a row layer all 256.
-    x = torch.randn(128 if mode == "column" else 256, 512 if mode == "column" else 256, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(
+        128 if mode == "column" else 256, 512 if mode == "column" else 256, dtype=torch.bfloat16, requires_grad=True
+    )
     collectives._ALL_GATHER = counted
     try:
         with ottava.autocast(enabled=RECIPES[name] is not None, recipe=RECIPES[name]):
@@ -164,8 +176,9 @@ def test_gradients_travel_as_fp8(ranks: Ranks) -> None:
 
 def copies() -> bool:
     """A copy of a spread module talks to the same ranks."""
+    mesh = tp_mesh()
     made = ottava.LayerNormMLP(64, 128, set_parallel_mode=True, device="cpu")
-    made.set_device_mesh(tp_mesh())
+    made.set_device_mesh(mesh, mesh)
     twin = copy.deepcopy(made)
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
     same = torch.equal(made(x), twin(x))
@@ -182,8 +195,8 @@ def test_spread_modules_can_be_copied(ranks: Ranks) -> None:
 
 def _sharded(mesh: DeviceMesh) -> None:
     linear = ottava.Linear(64, 64, parallel_mode="column", device="cpu")
-    fully_shard(linear, mesh=mesh)
-    linear.set_device_mesh(tp_mesh())
+    fully_shard(linear, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+    linear.set_device_mesh(mesh)
 
 
 def _no_group(mesh: DeviceMesh) -> None:
@@ -195,7 +208,9 @@ def _linear(size: int = 64, **options: Any) -> ottava.Linear:
 
 
 def _expert_tokens(mesh: DeviceMesh) -> None:
-    experts = ottava.GroupedLinear(2, 64, 64, parallel_mode="column", sequence_parallel=True, device="cpu", tp_mesh=mesh)
+    experts = ottava.GroupedLinear(
+        2, 64, 64, parallel_mode="column", sequence_parallel=True, device="cpu", tp_mesh=mesh
+    )
     experts(torch.zeros(4, 64), m_splits=[2, 2])
 
 

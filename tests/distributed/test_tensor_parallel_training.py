@@ -28,7 +28,13 @@ class Model(nn.Module):
     def __init__(self, tied: bool = False, **options: Any) -> None:
         super().__init__()
         torch.manual_seed(5)
-        options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "set_parallel_mode": True, "device": "cpu", **options}
+        options = {
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            "set_parallel_mode": True,
+            "device": "cpu",
+            **options,
+        }
         self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
         self.layers = nn.ModuleList(
             ottava.TransformerLayer(HIDDEN, 256, 4, activation="swiglu", **options) for _ in range(2)

@@ -100,7 +100,13 @@ def _layer(**fixed: Any) -> Callable[..., nn.Module]:
     return _of(ottava.TransformerLayer, HIDDEN, FFN, HEADS, **options)
 
 
-LLAMA = {"normalization": "RMSNorm", "activation": "swiglu", "bias": False, "fuse_qkv_params": True, "num_gqa_groups": 2}
+LLAMA = {
+    "normalization": "RMSNorm",
+    "activation": "swiglu",
+    "bias": False,
+    "fuse_qkv_params": True,
+    "num_gqa_groups": 2,
+}
 CASES: dict[str, Case] = {
     "column": Case(_linear("column"), output=FEATURES),
     "column without bias": Case(_linear("column", bias=False), output=FEATURES),
@@ -292,17 +298,25 @@ def _run(case: Case, module: nn.Module, run: Run, size: int, rank: int) -> dict[
         wholes = []
         for _ in case.inputs:
             x = torch.randn(run.tokens, *case.shape, generator=generator)
-            x *= torch.linspace(0.2, 2.0, run.tokens).view(-1, *[1] * len(case.shape)) * torch.linspace(0.5, 1.5, case.shape[-1])
+            x *= torch.linspace(0.2, 2.0, run.tokens).view(-1, *[1] * len(case.shape)) * torch.linspace(
+                0.5, 1.5, case.shape[-1]
+            )
             wholes.append(x.to(run.dtype))
-        inputs = [_cut(c, x, run, rank, size).clone().requires_grad_() for c, x in zip(case.inputs, wholes, strict=True)]
-        with ottava.autocast(enabled=chosen is not None and not run.calibrating, recipe=chosen, calibrating=run.calibrating):
+        inputs = [
+            _cut(c, x, run, rank, size).clone().requires_grad_() for c, x in zip(case.inputs, wholes, strict=True)
+        ]
+        with ottava.autocast(
+            enabled=chosen is not None and not run.calibrating, recipe=chosen, calibrating=run.calibrating
+        ):
             y, norm = forward(case, module, inputs, **({"is_first_microbatch": True} if run.microbatches else {}))
             if run.microbatches:
                 y, norm = forward(case, module, inputs, is_first_microbatch=False)
         full = list(y.shape)
         full[0] *= size if run.sequence_parallel and case.output is TOKENS else 1
         full[-1] *= size if case.output is not TOKENS else 1
-        weight = torch.randn(full, generator=generator) * torch.linspace(0.1, 1.0, full[0]).view(-1, *[1] * (len(full) - 1))
+        weight = torch.randn(full, generator=generator) * torch.linspace(0.1, 1.0, full[0]).view(
+            -1, *[1] * (len(full) - 1)
+        )
         weight = _cut(case.output, weight.to(run.dtype), run, rank, size)
         loss = (y * weight).sum() + (0.0 if norm is None else norm.square().sum())
         loss.backward()

@@ -11,7 +11,9 @@ from ottava.distributed.tensor_parallel import Column, Row, split_tensors
 if TYPE_CHECKING:
     from ottava.distributed.fsdp import attach, refresh, shard_model
     from ottava.distributed.fsdp1 import ddp, prepare_te_modules_for_fsdp, shard_model_fsdp1
+    from ottava.distributed.gradients import clip_grad_norm_, gradient_sync
     from ottava.distributed.parallel_model import meshes_of, parallelize, prefetch_blocks
+    from ottava.distributed.whole import show_whole, whole_state
 
 __all__ = [
     "Column",
@@ -20,24 +22,30 @@ __all__ = [
     "ParallelPlan",
     "Row",
     "apply_recompute",
-    "checkpoint",
-    "ddp",
-    "model_parallel_seed",
-    "prepare_te_modules_for_fsdp",
     "attach",
-    "refresh",
-    "shard_model",
+    "checkpoint",
+    "clip_grad_norm_",
+    "ddp",
+    "gradient_sync",
     "meshes_of",
+    "model_parallel_seed",
     "parallelize",
     "prefetch_blocks",
-    "split_tensors",
+    "prepare_te_modules_for_fsdp",
+    "refresh",
+    "shard_model",
     "shard_model_fsdp1",
+    "show_whole",
+    "split_tensors",
+    "whole_state",
 ]
 
 # Where names live whose module imports torch's FSDP, which takes most of a second and `import ottava` does not need.
 _LATER = {
     **dict.fromkeys(("ddp", "prepare_te_modules_for_fsdp", "shard_model_fsdp1"), "ottava.distributed.fsdp1"),
     **dict.fromkeys(("attach", "refresh", "shard_model"), "ottava.distributed.fsdp"),
+    **dict.fromkeys(("clip_grad_norm_", "gradient_sync"), "ottava.distributed.gradients"),
+    **dict.fromkeys(("show_whole", "whole_state"), "ottava.distributed.whole"),
     **dict.fromkeys(("meshes_of", "parallelize", "prefetch_blocks"), "ottava.distributed.parallel_model"),
 }
 

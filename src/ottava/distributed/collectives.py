@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ottava import torch_private
+
 # torch 2.13 has new names for the collectives on one tensor and warns about the old ones, which are all that 2.11 has.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -42,7 +44,7 @@ def process_group(group: Any) -> Any:
 
 def readable(x: Tensor) -> bool:
     """Whether looking at values is possible and costs no wait for a GPU."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not torch_private.is_fake(x)
 
 
 def all_gather(x: Tensor, group: Any, dim: int = 0) -> Tensor:
@@ -90,6 +92,26 @@ def all_reduce(y: Tensor, group: Any, bias: Tensor | None = None) -> Tensor:
     if y.shape[0] % size == 0:
         return all_gather(reduce_scatter(y, group, bias), group)
     return _sum_by_halves(all_gather(y.unsqueeze(0), group), bias)  # few or odd rows: everyone sums everything
+
+
+class FixedOrderReduceScatter:
+    """FSDP2's reduce-scatter of gradients (`FSDPModule.set_custom_reduce_scatter`), as a sum by halves of the ranks.
+
+    What `shard_model` uses on CPUs, where being comparable to one process is worth more than gloo's own order; NCCL keeps its own.
+    """
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for the output."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        """output [n] = sum or mean over ranks of this rank's part of their inputs [n * size]."""
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise ValueError(f"Gradients are summed or averaged, got {op}.")
+        total = reduce_scatter(input_tensor.view(-1, 1), group).view_as(output_tensor)
+        output_tensor.copy_(total / size_of(group) if op == dist.ReduceOp.AVG else total)
 
 
 def _sum_by_halves(parts: Tensor, bias: Tensor | None) -> Tensor:

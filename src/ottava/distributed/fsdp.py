@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ottava import torch_private
+from ottava.distributed.collectives import FixedOrderReduceScatter
 from ottava.distributed.recompute import layers_of
 from ottava.distributed.sharded_weight import ShardedWeight
 from ottava.distributed.stored_shard import StoredShard
@@ -99,6 +100,10 @@ def shard_model(
         if block is not model:
             fully_shard(block, **options)
     fully_shard(model, **options)
+    if mesh.device_type == "cpu":
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_reduce_scatter(FixedOrderReduceScatter())  # type: ignore[arg-type]
     _bind(model, mesh, weight_mesh, recomputed)
     wire = _Wire(reshard_after_forward)
     _WIRES[model] = wire

@@ -130,6 +130,20 @@ def _fsdp2(
     seed: int,
     device: torch.device,
 ) -> nn.Module:
+    shard_fsdp2(model, plan, meshes, recipe, blocks)
+    _fill(model, seed, torch.device("cpu") if plan.cpu_offload else device)
+    if recipe is not None:
+        refresh(model)
+    return model
+
+
+def shard_fsdp2(
+    model: nn.Module, plan: ParallelPlan, meshes: Meshes, recipe: Recipe | None, blocks: list[nn.Module]
+) -> None:
+    """`shard_model` and `prefetch_blocks` with what the plan says; `memory.estimate` measures the same.
+
+    >>> shard_fsdp2(model, plan, plan.meshes(), recipe.Float8CurrentScaling(), list(model.layers))
+    """
     options: dict[str, Any] = {
         "reshard_after_forward": plan.reshard_after_forward,
         "mp_policy": MixedPrecisionPolicy(param_dtype=plan.param_dtype, reduce_dtype=plan.reduce_dtype),
@@ -139,10 +153,6 @@ def _fsdp2(
     again = blocks if plan.recompute == "full" else ()
     shard_model(model, meshes.dp, recipe, weight_mesh=meshes.weight, blocks=blocks, recomputed=again, **options)
     prefetch_blocks([b for b in blocks if b is not model], plan.prefetch)
-    _fill(model, seed, torch.device("cpu") if plan.cpu_offload else device)
-    if recipe is not None:
-        refresh(model)
-    return model
 
 
 def _fsdp1(

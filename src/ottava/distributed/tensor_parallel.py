@@ -102,8 +102,9 @@ class _Backend:
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         parameter = getattr(module, name)
+        placement = Replicate() if layout.dim is None else Shard(layout.dim)
         if isinstance(parameter, DTensor):
-            if parameter.device_mesh == mesh:
+            if parameter.device_mesh == mesh and parameter.placements == (placement,):
                 return
             raise ValueError(
                 f"{type(module).__name__}.{name} is sharded already, on {parameter.device_mesh}: call set_device_mesh before fully_shard."
@@ -113,8 +114,10 @@ class _Backend:
         if already_cut and layout.dim is not None:
             shape[layout.dim] *= size
         whole = parameter.detach()
-        own = whole if already_cut else layout.cut(whole, rank, size).contiguous()
-        placement = Replicate() if layout.dim is None else Shard(layout.dim)
+        own = whole
+        if not already_cut and layout.dim is not None and size > 1:
+            # A copy: a view would keep the memory of the whole weight, and DTensors of views cannot be deep-copied.
+            own = layout.cut(whole, rank, size).clone(memory_format=torch.contiguous_format)
         strides = torch.empty(shape, device="meta").stride()
         spread = DTensor.from_local(own, mesh, [placement], run_check=False, shape=torch.Size(shape), stride=strides)
         replacement = nn.Parameter(spread, requires_grad=parameter.requires_grad)

@@ -31,6 +31,7 @@ from ottava.distributed.collectives import (
 from ottava.distributed.cross_entropy import vocab_parallel_cross_entropy
 from ottava.nn.base import InitMethod, default_device
 from ottava.nn.initialize import Part, ZeroRows, as_method, draw_
+from ottava.nn.strategy import Layout
 from ottava.quant.quantizer import check_float
 
 ops = torch.ops.ottava
@@ -45,6 +46,7 @@ class _VocabularySplit(nn.Module):
     """A weight [V, h] whose rows are split over ranks: what the embedding and the head share."""
 
     weight: nn.Parameter
+    layouts = {"weight": Layout(0)}
 
     def __init__(
         self,
@@ -97,6 +99,16 @@ class _VocabularySplit(nn.Module):
                 f"Pass pad_to_multiple={tp}, or a multiple of it such as {128 * tp}: the same for every mesh that will load the model."
             )
         return self.padded_embeddings // tp
+
+    @property
+    def tp_size(self) -> int:
+        """Ranks that the rows are split over."""
+        return size_of(self.group)
+
+    @property
+    def tp_group(self) -> Any:
+        """Their process group; None for one rank."""
+        return self.group
 
     @property
     def rows(self) -> int:

@@ -8,6 +8,7 @@ mind; whoever wants the whole weight does. `show_whole` makes `full_tensor()` of
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import Any
 
@@ -16,9 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ottava import torch_private
+from ottava.distributed.collectives import all_gather
+from ottava.nn.initialize import WRAPPERS
 from ottava.nn.strategy import REPLICATED, Layout, Piece
 
-__all__ = ["layout_of", "show_whole", "whole_pieces", "whole_state"]
+__all__ = ["clean_name", "layout_of", "show_whole", "whole_pieces", "whole_state"]
 
 
 def layout_of(module: nn.Module, name: str) -> tuple[Layout, int]:
@@ -39,20 +42,39 @@ def whole_pieces(parameter: DTensor, layout: Layout, size: int) -> list[Piece]:
 
 @torch.no_grad()
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter, whole, in the order of one process. Every rank has to call it; every rank gets all of it.
+    """Every parameter, whole and in the order of one process, by the name it has there. Every rank has to call it, and gets all.
 
-    >>> torch.equal(whole_state(model)["head.weight"], single_process["head.weight"])
-    True
+    Takes what `parallelize` returns, whatever the strategy.
+
+        >>> torch.equal(whole_state(model)["head.weight"], single_process["head.weight"])
+        True
     """
-    found = {}
-    for path, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            value: Any = parameter
-            if isinstance(parameter, DTensor):
-                layout, size = layout_of(module, name)
-                value = layout.join(DTensor.full_tensor(parameter), size)
-            found[f"{path}.{name}".strip(".")] = value.detach()
-    return found
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    gathered: Any = contextlib.nullcontext()
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        gathered = FullyShardedDataParallel.summon_full_params(model, writeback=False)
+    with gathered:
+        return {
+            clean_name(f"{path}.{name}"): _whole(module, name, parameter).detach().clone()
+            for path, module in model.named_modules()
+            for name, parameter in module.named_parameters(recurse=False)
+        }
+
+
+def _whole(module: nn.Module, name: str, parameter: Tensor) -> Tensor:
+    layout, size = layout_of(module, name)
+    if isinstance(parameter, DTensor):
+        return layout.join(DTensor.full_tensor(parameter), size)
+    if layout.dim is None or size == 1:
+        return parameter
+    return layout.join(all_gather(parameter, module.tp_group, layout.dim), size)
+
+
+def clean_name(name: str) -> str:
+    """A parameter's name without what DDP, FSDP1 and torch.compile put into it."""
+    parts = [part for part in name.split(".") if part and part not in WRAPPERS]
+    return ".".join(parts[1:] if parts[0] == "module" else parts)
 
 
 def show_whole(model: nn.Module) -> None:

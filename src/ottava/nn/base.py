@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from ottava import torch_private
 from ottava.kernels.cast import Buffers, operand_amax
 from ottava.nn.core import Chain, Stage, StageTensors, tensor_amax
+from ottava.nn.initialize import materialize_
 from ottava.nn.options import ParallelOptions
 from ottava.nn.strategy import REPLICATED, Layout, Strategy, backend, local
 from ottava.quant.delayed import DelayedState
@@ -24,6 +26,7 @@ from ottava.quant.tensor import QuantizedTensor, stack, stacks
 from ottava.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 
 InitMethod = Callable[[Tensor], Any]
+_NUMBERS = itertools.count()  # of modules, in the order of their construction
 
 
 def default_device(device: torch.device | str | None) -> torch.device:
@@ -92,6 +95,7 @@ class QuantizedModule(nn.Module):
         if self.params_dtype not in FLOAT_DTYPES:
             raise ValueError(f"params_dtype must be float32, bfloat16 or float16, got {self.params_dtype}.")
         self.device_at_init = device
+        self._number = next(_NUMBERS)
         self.delayed = DelayedState(stages, device=device)
         self._weight_cache: dict[int, QuantizedTensor] = {}
         # With gradients and without: an evaluation between a forward and its recomputation must not change the latter.
@@ -121,6 +125,11 @@ class QuantizedModule(nn.Module):
     def tp_size(self) -> int:
         """Tensor-parallel ranks that the parameters are cut for."""
         return self.parallel.size
+
+    @property
+    def tp_group(self) -> Any:
+        """Their process group; None for one rank."""
+        return self.parallel.group
 
     @property
     def tp_rank(self) -> int:
@@ -155,6 +164,11 @@ class QuantizedModule(nn.Module):
         if tp_mesh is None:
             return
         group, size = backend().group_of(tp_mesh), tp_mesh.size()
+        if self.parallel.sequence_parallel and size > 1 and not any(self.modes):
+            raise ValueError(
+                f"{type(self).__name__} has sequence_parallel=True but is not split over ranks, so it would mix up their tokens: "
+                "construct it with parallel_mode (or set_parallel_mode=True), or with sequence_parallel=False."
+            )
         already_cut = self.parallel.size == size
         if not already_cut and self.parallel.size != 1:
             raise ValueError(
@@ -219,16 +233,16 @@ class QuantizedModule(nn.Module):
         one matrix without copying them together.
         """
         size = self.parallel.size
-        layout.check(self.describe(name), shape, size)
+        names = [f"{part.removesuffix('_')}_{name}" for part in split] if split else [name]
+        for part_name, whole in zip(names, (split or {name: shape[0]}).values(), strict=True):
+            layout.check(self.describe(part_name), (whole, *shape[1:]), size)
         own = list(shape)
         rows = list(split.values()) if split else [shape[0]]
         if layout.dim is not None:
             own[layout.dim] //= size
             rows = [n // size for n in rows] if layout.dim == 0 else rows
         buffer = torch.empty(own, dtype=self.params_dtype, device=self.device_at_init)
-        names = [f"{part.removesuffix('_')}_{name}" for part in split] if split else [name]
-        for part_name, part, whole in zip(names, buffer.split(rows), (split or {name: shape[0]}).values(), strict=True):
-            layout.check(self.describe(part_name), (whole, *shape[1:]), size)
+        for part_name, part in zip(names, buffer.split(rows), strict=True):
             self.register_parameter(part_name, nn.Parameter(part if split else buffer))
             self.layouts[part_name] = layout
         return names
@@ -247,6 +261,17 @@ class QuantizedModule(nn.Module):
                     name,
                     _stored_quantized(weight, CURRENT.init.recipe, CURRENT.init.preserve, self.describe(name)),
                 )
+
+    def leave_meta(self) -> bool:
+        """Gives parameters on the meta device memory and first values, also where they are shards; whether there were any.
+
+        For scripts that build on the meta device, shard, and then call every module's `reset_parameters`. Numbers are drawn by the
+        order in which modules were constructed, and so are equal on every mesh; `materialize_` draws by name.
+        """
+        if not any(p.is_meta for p in self.parameters()):
+            return False
+        materialize_(self, torch.initial_seed(), prefix=f"{self.name or type(self).__name__}#{self._number}")
+        return True
 
     def _initial_stream(self) -> Any:
         """Ranks draw different parts of a weight from different streams, if they were given a tracker of such streams."""
@@ -316,6 +341,7 @@ class QuantizedModule(nn.Module):
         recipe, calibrating, group = self._context()
         scale, record = None, False
         if isinstance(recipe, DelayedScaling):
+            _check_shared_scales(recipe, stages)
             scale, record = forward_scale(self.delayed)
             if record:
                 self.delayed.touch(recipe, group)
@@ -456,6 +482,15 @@ def shared_weight_amax(stage: Stage, weight: Tensor) -> Tensor | None:
     if stage.strategy is None or not tensor_amax(stage.weight):
         return None
     return stage.strategy.share_amax(operand_amax(weight.detach(), stage.weight))
+
+
+def _check_shared_scales(recipe: DelayedScaling, stages: list[Stage]) -> None:
+    """Bytes of spread tokens are gathered and multiplied as one tensor: their ranks must have the same scale."""
+    if not recipe.reduce_amax and any(s.strategy is not None and s.strategy.sequence_parallel for s in stages):
+        raise ValueError(
+            "DelayedScaling(reduce_amax=False) gives every rank scales of its own, but sequence_parallel=True gathers FP8 tokens of "
+            "all tensor-parallel ranks into one tensor, with one scale: use reduce_amax=True."
+        )
 
 
 def _identical(a: tuple, b: tuple) -> bool:

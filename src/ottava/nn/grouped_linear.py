@@ -225,7 +225,7 @@ class GroupedLinear(QuantizedModule):
                 self.add_parameter(f"bias{g}", (out_features,), layout=vector)
         if self.parallel.size > 1:
             self.divide_features(self.parallel.size)
-        self.reset_parameters()
+        self.reset_parameters(defer_init=self.device_at_init.type == "meta")
         join_meshes(self, tp_group, tp_mesh, weight_mesh)
 
     def divide_features(self, size: int) -> None:
@@ -244,8 +244,10 @@ class GroupedLinear(QuantizedModule):
             )
         return strategy
 
-    def reset_parameters(self) -> None:
+    def reset_parameters(self, defer_init: bool = False) -> None:
         """Draws the weights anew, zeroes the biases and forgets delayed-scaling history."""
+        if defer_init or self.leave_meta():
+            return
         names = [f"weight{g}" for g in range(self.num_gemms)]
         self.initialize_weight(names, self.init_method)
         with torch.no_grad():

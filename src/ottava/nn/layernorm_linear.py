@@ -95,7 +95,7 @@ class LayerNormLinear(QuantizedModule):
         self.bias_names = self.add_parameter("bias", (out_features,), split, vector) if bias else []
         if self.parallel.size > 1:
             self.divide_features(self.parallel.size)
-        self.reset_parameters()
+        self.reset_parameters(defer_init=self.device_at_init.type == "meta")
         join_meshes(self, tp_group, tp_mesh, weight_mesh)
 
     def divide_features(self, size: int) -> None:
@@ -103,8 +103,10 @@ class LayerNormLinear(QuantizedModule):
         if self.parallel.mode == "column":
             self.out_features //= size
 
-    def reset_parameters(self) -> None:
+    def reset_parameters(self, defer_init: bool = False) -> None:
         """Draws the weights anew, resets gain and biases, and forgets delayed-scaling history."""
+        if defer_init or self.leave_meta():
+            return
         self.initialize_weight(self.weight_names, self.init_method)
         with torch.no_grad():
             self.layer_norm_weight.fill_(0.0 if self.zero_centered_gamma else 1.0)

@@ -107,7 +107,7 @@ class LayerNormMLP(QuantizedModule):
             self.fc1_bias = self.fc2_bias = None
         if self.parallel.size > 1:
             self.divide_features(self.parallel.size)
-        self.reset_parameters()
+        self.reset_parameters(defer_init=self.device_at_init.type == "meta")
         join_meshes(self, tp_group, tp_mesh, weight_mesh)
 
     def _split_layouts(self) -> tuple[Layout, Layout]:
@@ -132,8 +132,10 @@ class LayerNormMLP(QuantizedModule):
         if self.parallel.mode is not None:
             self.ffn_hidden_size //= size
 
-    def reset_parameters(self) -> None:
+    def reset_parameters(self, defer_init: bool = False) -> None:
         """Draws the weights anew, resets gain and biases, and forgets delayed-scaling history."""
+        if defer_init or self.leave_meta():
+            return
         self.initialize_weight(["fc1_weight"], self.init_method)
         self.initialize_weight(["fc2_weight"], self.output_layer_init_method)
         with torch.no_grad():

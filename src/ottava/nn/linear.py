@@ -73,7 +73,7 @@ class Linear(QuantizedModule):
         self.bias_names = self.add_parameter("bias", (out_features,), split, vector) if bias else []
         if self.parallel.size > 1:
             self.divide_features(self.parallel.size)
-        self.reset_parameters()
+        self.reset_parameters(defer_init=self.device_at_init.type == "meta")
         join_meshes(self, tp_group, tp_mesh, weight_mesh)
 
     def divide_features(self, size: int) -> None:
@@ -83,8 +83,10 @@ class Linear(QuantizedModule):
         elif self.parallel.mode == "row":
             self.in_features //= size
 
-    def reset_parameters(self) -> None:
+    def reset_parameters(self, defer_init: bool = False) -> None:
         """Draws the weights anew, zeroes the biases and forgets delayed-scaling history."""
+        if defer_init or self.leave_meta():
+            return
         self.initialize_weight(self.weight_names, self.init_method)
         with torch.no_grad():
             for name in self.bias_names:

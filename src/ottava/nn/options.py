@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +60,9 @@ class ParallelOptions:
             raise ValueError(f"tp_size must be a number of ranks, 1 or more, got {self.size!r}.")
         if self.sequence_parallel and self.size > 1 and self.mode is None:
             raise ValueError("sequence_parallel=True needs parallel_mode 'column' or 'row'.")
+
+    def __deepcopy__(self, memo: Any) -> ParallelOptions:
+        return copy.copy(self)  # the group is a handle of this process: a copy talks to the same ranks
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,73 @@
+"""The memory that a rank will need, from a step without data: what is sharded falls as 1/N, and the floor has a name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ottava import recipe
+from ottava.distributed import ParallelPlan
+from ottava.distributed.memory import RankMemory, estimate
+from ottava.models.llama import Llama, LlamaConfig
+
+CONFIG = LlamaConfig(1024, 512, 1024, layers=2, heads=8, kv_heads=4, max_length=128)
+PARAMETERS = 2 * 1024 * 512 + 2 * (512 * 1024 + 512 * 512 + 3 * 512 * 1024 + 2 * 512) + 512
+WEIGHTS = PARAMETERS - 2 * 1024 * 512 - 5 * 512  # what is quantized
+
+
+def build() -> nn.Module:
+    return Llama(CONFIG, device="meta")
+
+
+def loss(model: nn.Module) -> Tensor:
+    tokens = torch.randint(1024, (1, 129))
+    return model(tokens[:, :-1], tokens[:, 1:])
+
+
+def run(ranks: list[int], chosen: recipe.Recipe | None, **plan: object) -> list[RankMemory]:
+    return estimate(build, lambda n: ParallelPlan(**plan), ranks, chosen, loss)  # type: ignore[arg-type]
+
+
+def test_what_is_sharded_falls_as_one_over_n_down_to_a_floor() -> None:
+    one, two, many, more = run([1, 2, 16, 64], recipe.Float8CurrentScaling())
+    assert one.parameters == one.gradients == 4 * PARAMETERS
+    assert 8 * PARAMETERS <= one.optimizer <= 8 * PARAMETERS + 1000  # two moments, and a step count each
+    assert one.copies == WEIGHTS  # a byte each
+    for found in (two, many, more):
+        assert found.sharded * found.ranks == pytest.approx(one.sharded, rel=0.02)
+        assert found.peak > found.parameters + found.optimizer + found.copies
+    # The floor: gathered blocks and activations, which do not know how many ranks there are.
+    assert more.gathered == pytest.approx(many.gathered, rel=0.02)
+    assert more.activations == pytest.approx(many.activations, rel=0.02)
+    assert more.peak - more.sharded == pytest.approx(many.peak - many.sharded, rel=0.05)
+    assert one.peak > two.peak > many.peak > more.peak
+
+
+def test_gathered_weights_are_bytes() -> None:
+    """Peaks of a step with and without FP8; without it nothing is copied and twice the bytes are gathered."""
+    (quantized,), (plain,) = run([64], recipe.Float8BlockScaling()), run([64], None)
+    assert plain.copies == 0 < quantized.copies
+    assert quantized.gathered < plain.gathered
+
+
+def test_recomputation_and_tensor_parallelism_lower_the_floor() -> None:
+    chosen = recipe.Float8CurrentScaling()
+    (kept,), (redone,), (split,) = run([8], chosen), run([8], chosen, recompute="full"), run([8], chosen, tp=4)
+    assert redone.activations < 0.8 * kept.activations
+    assert split.gathered < 0.5 * kept.gathered  # a rank gathers a quarter of a layer
+    assert split.sharded == pytest.approx(kept.sharded, rel=0.02)  # the same 8 ranks hold the same weights
+
+
+def test_mistakes_are_named() -> None:
+    with pytest.raises(ValueError, match='knows strategy "fsdp2"'):
+        run([2], None, strategy="ddp")
+    with pytest.raises(ValueError, match="cannot be divided by"):
+        run([3], None, tp=2)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match="this process is in a process group"):
+            run([2], None)
+    finally:
+        dist.destroy_process_group()

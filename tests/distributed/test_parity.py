@@ -1,0 +1,65 @@
+"""Three steps on every mesh are three steps in one process: same start to the bit, same weights after, equal scales on all ranks.
+
+In float32 on the CPU this is equality of bits: sums over ranks have the order of one process (`kernels/fixed_order.py`,
+`distributed/collectives.py`). It has to be: FP8 turns a difference of 1e-7 into one of 1e-3 within three steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from distributed.parity import RECIPES, Case, alone, spread
+from distributed.ranks import Ranks
+
+# By number of ranks: the pools are started one after the other, so that no more processes live than a case needs.
+PLANS: dict[int, list[dict[str, Any]]] = {
+    2: [{"dp_shard": 2}, {"tp": 2, "dp_shard": 1}, {"dp_shard": 2, "strategy": "fsdp1"}],
+    4: [
+        {"dp_shard": 2, "tp": 2},
+        {"dp_shard": 2, "tp": 2, "sequence_parallel": True},
+        {"dp_shard": 4},
+        {"dp_shard": 1, "tp": 4},
+        {"dp_replicate": 2, "dp_shard": 2},
+        {"dp_replicate": 2, "dp_shard": 1, "tp": 2},
+        {"dp_replicate": 2, "dp_shard": 1, "tp": 2, "strategy": "ddp"},
+    ],
+    6: [{"dp_shard": 3, "tp": 2}],
+    8: [{"dp_replicate": 2, "dp_shard": 2, "tp": 2}],
+}
+CASES = {
+    n: [Case(m, r, plan) for plan in plans for m in ("llama", "gpt") for r in RECIPES] for n, plans in PLANS.items()
+}
+
+
+@pytest.fixture(scope="module", params=list(PLANS), ids=lambda n: f"{n} ranks")
+def pool(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with Ranks(request.param) as ranks:
+        yield ranks
+
+
+def difference(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Relative Frobenius error over all parameters."""
+    error = sum(float((got[n].double() - w.double()).square().sum()) for n, w in expected.items())
+    return (error / sum(float(w.double().square().sum()) for w in expected.values())) ** 0.5
+
+
+@pytest.mark.slow
+def test_training_on_a_mesh_equals_one_process(pool: Ranks) -> None:
+    failed = []
+    for case in CASES[pool.world_size]:
+        answers = pool.run(spread, case, timeout=240.0)
+        expected = alone(case.model, case.width, case.recipe, case.dp, case.batch)
+        got = answers[0]
+        assert got["start"].keys() == expected["start"].keys(), case
+        assert all(torch.equal(got["start"][n], w) for n, w in expected["start"].items()), f"{case}: another start"
+        for name, scale in got["scales"].items():
+            assert all(torch.equal(a["scales"][name], scale) for a in answers), f"{case}: {name} differs between ranks"
+        error = difference(got["end"], expected["end"])
+        if error > 0.0:
+            failed.append(f"{case}: {error:.1e}")
+        failed += [] if got["losses"] == pytest.approx(expected["losses"], rel=1e-5) else [f"{case}: loss"]
+    assert not failed, "\n".join(failed)
