@@ -244,6 +244,34 @@ def test_flight_record_is_json() -> None:
     assert isinstance(json.loads(torch_private.flight_record()), dict)
 
 
+def test_peak_memory_of_a_step_without_data() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("fake", store=torch_private.fake_store(), rank=0, world_size=8)
+    try:
+        mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("shard",))
+        model = fully_shard(torch.nn.Linear(64, 64, bias=False, device="meta"), mesh=mesh)
+        with torch_private.fake_mode():
+            model.to_empty(device="cpu")
+            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+            def step() -> None:
+                x = torch.empty(16, 64)
+                assert torch_private.is_fake(x)
+                model(x).sum().backward()
+                optimizer.step()
+
+            step()
+            optimizer.zero_grad()
+            peak = torch_private.peak_memory(model, optimizer, step)
+    finally:
+        torch.distributed.destroy_process_group()
+    shard = 64 * 64 * 4 // 8
+    assert peak["Sharded Param"] == shard and peak["OptState"] >= 2 * shard
+    assert peak["Total"] == sum(size for kind, size in peak.items() if kind != "Total") > 8 * shard
+
+
 def test_every_function_is_tested_here() -> None:
     functions = {
         name
@@ -251,6 +279,9 @@ def test_every_function_is_tested_here() -> None:
         if value.__module__ == torch_private.__name__
     }
     tested = {
+        "fake_mode",
+        "fake_store",
+        "peak_memory",
         "flight_record",
         "inside_backward",
         "backward_id",

@@ -4,7 +4,7 @@
 """
 
 from ottava import attention, distributed, kernels, optimizers, recipe
-from ottava.distributed import CudaRNGStatesTracker, checkpoint
+from ottava.distributed import CudaRNGStatesTracker, checkpoint, destroy_ub, initialize_ub
 from ottava.nn import (
     DotProductAttention,
     GroupedLinear,
@@ -40,9 +40,11 @@ __all__ = [
     "attention",
     "autocast",
     "checkpoint",
+    "destroy_ub",
     "distributed",
     "fp8_autocast",
     "fp8_model_init",
+    "initialize_ub",
     "kernels",
     "optimizers",
     "quantize",

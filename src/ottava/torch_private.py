@@ -166,3 +166,31 @@ def flight_record() -> str:
     """The collectives that this process has started, as JSON: what torch's flight recorder holds (TORCH_FR_BUFFER_SIZE of them)."""
     record = torch._C._distributed_c10d._dump_fr_trace_json()  # type: ignore[attr-defined]
     return record.decode() if isinstance(record, bytes) else record
+
+
+def fake_store() -> Any:
+    """The store of a process group with backend "fake", whose collectives return at once."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def fake_mode() -> Any:
+    """A context in which operators compute shapes only. Tensors from outside, such as meshes, may be read."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def peak_memory(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[], None]) -> dict[str, int]:
+    """Bytes of tensors on the CPU when most live during `step()`, by kind ("Sharded Param", "Activation", ...) and in "Total".
+
+    model: sharded by `fully_shard`. Inside `fake_mode`.
+    """
+    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+
+    tracker = FSDPMemTracker(model, optimizer)
+    with tracker:
+        step()
+    snapshot = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
+    return {str(getattr(kind, "value", kind)): int(size) for kind, size in snapshot.items()}

@@ -7,6 +7,7 @@ from ottava.distributed.plan import Meshes, ParallelPlan
 from ottava.distributed.random import CudaRNGStatesTracker, model_parallel_seed
 from ottava.distributed.recompute import apply_recompute, checkpoint
 from ottava.distributed.tensor_parallel import Column, Row, split_tensors
+from ottava.distributed.user_buffers import destroy_ub, initialize_ub
 
 if TYPE_CHECKING:
     from ottava.distributed.fsdp import attach, refresh, shard_model
@@ -26,7 +27,9 @@ __all__ = [
     "checkpoint",
     "clip_grad_norm_",
     "ddp",
+    "destroy_ub",
     "gradient_sync",
+    "initialize_ub",
     "meshes_of",
     "model_parallel_seed",
     "parallelize",

@@ -8,6 +8,7 @@ all-reduce is that and an all-gather.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,16 +50,21 @@ def readable(x: Tensor) -> bool:
 
 def all_gather(x: Tensor, group: Any, dim: int = 0) -> Tensor:
     """The ranks' x [..., n, ...] behind one another along `dim`: [..., n * size, ...]. Any dtype."""
-    size = size_of(group)
-    if size == 1:
-        return x
+    return x if size_of(group) == 1 else begin_all_gather(x, group, dim)()
+
+
+def begin_all_gather(x: Tensor, group: Any, dim: int = 0) -> Callable[[], Tensor]:
+    """`all_gather` that travels until the function returned is called."""
     part = x.contiguous()
-    whole = part.new_empty((size, *part.shape))
+    whole = part.new_empty((size_of(group), *part.shape))
     # Bytes: gloo does not know every dtype.
-    _ALL_GATHER(_bytes(whole), _bytes(part), group=group)
-    if dim == 0:
-        return whole.flatten(0, 1)
-    return whole.movedim(0, dim).flatten(dim, dim + 1)
+    work = _ALL_GATHER(_bytes(whole), _bytes(part), group=group, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        return whole.flatten(0, 1) if dim == 0 else whole.movedim(0, dim).flatten(dim, dim + 1)
+
+    return finish
 
 
 def all_reduce_max(x: Tensor, group: Any) -> Tensor:
@@ -72,6 +78,11 @@ def all_reduce_max(x: Tensor, group: Any) -> Tensor:
 
 def reduce_scatter(y: Tensor, group: Any, bias: Tensor | None = None) -> Tensor:
     """This rank's rows [M/size, N] of the sum over ranks of y [M, N], plus bias [N]; rounded once to y's dtype."""
+    return begin_reduce_scatter(y, group, bias)()
+
+
+def begin_reduce_scatter(y: Tensor, group: Any, bias: Tensor | None = None) -> Callable[[], Tensor]:
+    """`reduce_scatter` that travels until the function returned is called."""
     size = size_of(group)
     if y.shape[0] % size:
         raise ValueError(
@@ -80,8 +91,13 @@ def reduce_scatter(y: Tensor, group: Any, bias: Tensor | None = None) -> Tensor:
         )
     y = y.contiguous()
     received = torch.empty_like(y)
-    dist.all_to_all_single(_bytes(received), _bytes(y), group=group)
-    return _sum_by_halves(received.unflatten(0, (size, -1)), bias)
+    work = dist.all_to_all_single(_bytes(received), _bytes(y), group=group, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        return _sum_by_halves(received.unflatten(0, (size, -1)), bias)
+
+    return finish
 
 
 def all_reduce(y: Tensor, group: Any, bias: Tensor | None = None) -> Tensor:

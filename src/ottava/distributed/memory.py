@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from ottava import torch_private
 from ottava.distributed.fsdp import attach, refresh
 from ottava.distributed.parallel_model import shard_fsdp2
-from ottava.distributed.plan import Meshes, ParallelPlan
+from ottava.distributed.plan import ParallelPlan
 from ottava.distributed.recompute import apply_recompute, layers_of
 from ottava.distributed.sharded_weight import ShardedWeight
 from ottava.distributed.tensor_parallel import split_tensors
@@ -34,7 +34,9 @@ from ottava.recipe import Recipe
 
 __all__ = ["RankMemory", "estimate"]
 
-_REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # as in collectives.py
+_REDUCE_SCATTER: Any = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)  # as in collectives.py
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,9 @@ def estimate(
         ...     print(found.ranks, found.peak / 2**30)
     """
     if dist.is_initialized():
-        raise ValueError("estimate plays all ranks itself, but this process is in a process group: call it in a process without one.")
+        raise ValueError(
+            "estimate plays all ranks itself, but this process is in a process group: call it in a process without one."
+        )
     return [_estimate(build, plan_for(n), n, recipe, loss, optimizer or _adamw) for n in ranks]
 
 
@@ -108,12 +112,14 @@ def _estimate(
         model, plan = build(), plan.resolve(ranks)
         if plan.strategy != "fsdp2" or plan.cpu_offload:
             raise ValueError(f'estimate knows strategy "fsdp2" without cpu_offload, got a plan with {plan.as_dict()}.')
-        meshes = plan.meshes("cpu")  # real tensors: they are read
+        _spread(model, plan, recipe)  # on the meta device, because the tensors of meshes are read
         with torch_private.fake_mode():
-            _spread(model, plan, meshes, recipe)
+            model.to_empty(device="cpu")
+            if recipe is not None:
+                refresh(model)
             optimizer = make_optimizer(model.parameters())
             if recipe is not None:
-                attach(optimizer, model)
+                attach(optimizer, model)  # not at the next forward: the tracker's hooks gather weights before that
             held: dict[str, int] = {}
 
             def step() -> None:
@@ -132,19 +138,18 @@ def _estimate(
             return _sorted_out(ranks, held, peak)
 
 
-def _spread(model: nn.Module, plan: ParallelPlan, meshes: Meshes, recipe: Recipe | None) -> None:
+def _spread(model: nn.Module, plan: ParallelPlan, recipe: Recipe | None) -> None:
     """What `parallelize` does, without drawing values."""
-    blocks = layers_of(model)
+    meshes, blocks = plan.meshes("cpu"), layers_of(model)
     if plan.tp > 1:
         split_tensors(model, meshes.tp, meshes.weight, sequence_parallel=plan.sequence_parallel)
     apply_recompute(model, plan.recompute, blocks or None)
     shard_fsdp2(model, plan, meshes, recipe, blocks)
     for module in model.modules():
-        if isinstance(module, FSDPModule):  # CPUs sum in an order of their own, which takes memory that GPUs do not need
+        if isinstance(
+            module, FSDPModule
+        ):  # CPUs sum in an order of their own, which takes memory that GPUs do not need
             module.set_custom_reduce_scatter(_PlainReduceScatter())  # type: ignore[arg-type]
-    model.to_empty(device="cpu")
-    if recipe is not None:
-        refresh(model)
 
 
 class _PlainReduceScatter:

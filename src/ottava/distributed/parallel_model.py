@@ -81,7 +81,7 @@ def parallelize(
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     if plan.tp > 1:
-        split_tensors(model, meshes.tp, meshes.weight, sequence_parallel=plan.sequence_parallel)
+        split_tensors(model, meshes.tp, meshes.weight, sequence_parallel=plan.sequence_parallel, overlap=plan.overlap)
     apply_recompute(model, plan.recompute, chosen or None)
     wrapped = _WRAP[plan.strategy](model, plan, meshes, recipe, chosen, seed, device)
     enforce(check_model(wrapped))
@@ -149,7 +149,7 @@ def shard_fsdp2(
         "mp_policy": MixedPrecisionPolicy(param_dtype=plan.param_dtype, reduce_dtype=plan.reduce_dtype),
     }
     if plan.cpu_offload:
-        options["offload_policy"] = CPUOffloadPolicy()
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     again = blocks if plan.recompute == "full" else ()
     shard_model(model, meshes.dp, recipe, weight_mesh=meshes.weight, blocks=blocks, recomputed=again, **options)
     prefetch_blocks([b for b in blocks if b is not model], plan.prefetch)

@@ -7,6 +7,8 @@ layer.set_tensor_parallel_group(group)               # or plain tensors and a pr
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,8 +19,10 @@ from ottava import torch_private
 from ottava.distributed import collectives
 from ottava.nn import MultiheadAttention
 from ottava.nn import strategy as nn_strategy
+from ottava.nn.base import QuantizedModule
 from ottava.nn.options import ParallelOptions
 from ottava.nn.strategy import Layout
+from ottava.quant.tensor import QuantizedTensor
 
 __all__ = ["Column", "Row", "split_tensors"]
 
@@ -28,8 +32,8 @@ class _TensorParallel:
 
     mode: str
 
-    def __init__(self, group: Any, sequence_parallel: bool = False) -> None:
-        self.group, self.sequence_parallel = group, sequence_parallel
+    def __init__(self, group: Any, sequence_parallel: bool = False, bulk: bool = False) -> None:
+        self.group, self.sequence_parallel, self.bulk = group, sequence_parallel, bulk
         self.size, self.rank = collectives.size_of(group), collectives.rank_of(group)
 
     def share_amax(self, amax: Tensor) -> Tensor:
@@ -45,6 +49,20 @@ class _TensorParallel:
         if self.sequence_parallel:
             return collectives.reduce_scatter(y, self.group, bias)
         return collectives.all_reduce(y, self.group, bias)
+
+    def begin_gather(self, x: Tensor, dim: int = 0) -> Callable[[], Tensor]:
+        """`gather`; with `bulk` it travels until the function returned is called."""
+        if self.bulk:
+            return collectives.begin_all_gather(x, self.group, dim)
+        whole = self.gather(x, dim)
+        return lambda: whole
+
+    def begin_reduce(self, y: Tensor) -> Callable[[], Tensor]:
+        """`reduce`, likewise."""
+        if self.bulk and self.sequence_parallel:
+            return collectives.begin_reduce_scatter(y, self.group)
+        total = self.reduce(y)
+        return lambda: total
 
     def replicated(self, parameter: Tensor) -> Tensor:
         """`parameter`, whose gradient is summed over the ranks."""
@@ -85,10 +103,10 @@ class _SummedGradient(torch.autograd.Function):
 class _Backend:
     """See `ottava.nn.strategy.Backend`."""
 
-    def strategy(self, mode: str, group: Any, sequence_parallel: bool) -> _TensorParallel | None:
+    def strategy(self, mode: str, group: Any, sequence_parallel: bool, bulk: bool = False) -> _TensorParallel | None:
         if collectives.size_of(group) == 1:
             return None
-        return {"column": Column, "row": Row}[mode](group, sequence_parallel)
+        return {"column": Column, "row": Row}[mode](group, sequence_parallel, bulk)
 
     def group_of(self, mesh: Any) -> Any:
         if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
@@ -115,6 +133,11 @@ class _Backend:
             shape[layout.dim] *= size
         whole = parameter.detach()
         own = whole
+        if not already_cut and layout.dim == 1 and size > 1 and isinstance(whole, QuantizedTensor):
+            raise ValueError(
+                f"{type(module).__name__}.{name} is stored in FP8 (quantized_model_init), whose columns cannot be split: construct the "
+                f"module with tp_size={size}, or outside of quantized_model_init."
+            )
         if not already_cut and layout.dim is not None and size > 1:
             # A copy: a view would keep the memory of the whole weight, and DTensors of views cannot be deep-copied.
             own = layout.cut(whole, rank, size).clone(memory_format=torch.contiguous_format)
@@ -138,13 +161,15 @@ def split_tensors(
     weight_mesh: DeviceMesh | None = None,
     *,
     sequence_parallel: bool | None = None,
+    overlap: str | None = None,
 ) -> nn.Module:
     """Splits a model of whole layers over the ranks of `tp_mesh`, in place. Every parameter becomes a DTensor on it.
 
     Transformer layers, attention, MLPs and the vocabulary are split; a `Linear` or `GroupedLinear` as its `parallel_mode` says.
     Other modules keep all of their parameters on every rank and run as before. Parameters may be on the meta device.
     sequence_parallel: True spreads the tokens between the layers over the ranks; the model's `VocabParallelEmbedding` and
-    `VocabParallelHead` scatter and gather them. None leaves it as the modules were constructed.
+    `VocabParallelHead` scatter and gather them. overlap: any but "none" lets gathers and sums of backward travel under its products.
+    None leaves either as the modules were constructed.
 
         >>> split_tensors(model, meshes.tp, meshes.weight, sequence_parallel=True)
     """
@@ -153,6 +178,11 @@ def split_tensors(
             module.set_parallel_mode()  # type: ignore[operator]
     if sequence_parallel is not None:
         _set_sequence_parallel(model, sequence_parallel)
+    if overlap is not None:
+        for module in model.modules():
+            if isinstance(module, QuantizedModule):
+                bulk = overlap != "none"
+                module.overlap = replace(module.overlap, bulk_dgrad=bulk, bulk_wgrad=bulk)
     _split_below(model, tp_mesh, weight_mesh, path="")
     return model
 

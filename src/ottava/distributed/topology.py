@@ -151,7 +151,7 @@ def check_topology(plan: ParallelPlan, config: Any = None, machine: Machine | No
     except ValueError as error:
         return [Finding("error", str(error)), *_sizes(plan, config)]
     places = _tp_island(plan, machine) or _weight_island(plan, machine)  # the second's advice needs a tp that fits
-    return [*places, *_gradients(plan), *_sizes(plan, config)]
+    return [*places, *_gradients(plan), *_overlap(plan), *_sizes(plan, config)]
 
 
 def check_model(model: nn.Module) -> list[Finding]:
@@ -250,6 +250,25 @@ def _gradients(plan: ParallelPlan) -> list[Finding]:
             )
         )
     return findings
+
+
+def _overlap(plan: ParallelPlan) -> list[Finding]:
+    if plan.overlap in ("ring", "pipeline") and plan.tp > 1:
+        return [
+            Finding(
+                "warning",
+                f'overlap="{plan.overlap}" cuts products into chunks that hide the gathers of forward; this version hides those of '
+                'backward only, as overlap="bulk" does. The values are the same.',
+            )
+        ]
+    if plan.overlap != "none" and plan.tp > 1 and not plan.sequence_parallel:
+        return [
+            Finding(
+                "warning",
+                f'overlap="{plan.overlap}" hides the gathers and sums of spread tokens: without sequence_parallel=True there are none.',
+            )
+        ]
+    return []
 
 
 def _sizes(plan: ParallelPlan, config: Any) -> list[Finding]:

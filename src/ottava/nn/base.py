@@ -15,7 +15,7 @@ from ottava import torch_private
 from ottava.kernels.cast import Buffers, operand_amax
 from ottava.nn.core import Chain, Stage, StageTensors, tensor_amax
 from ottava.nn.initialize import materialize_
-from ottava.nn.options import ParallelOptions
+from ottava.nn.options import OverlapOptions, ParallelOptions
 from ottava.nn.strategy import REPLICATED, Layout, Strategy, backend, local
 from ottava.quant.delayed import DelayedState
 from ottava.quant.quantizer import FLOAT_DTYPES, check_float, check_tensor, quantize_by_scheme
@@ -115,6 +115,7 @@ class QuantizedModule(nn.Module):
     # -------------------------------------------------------------------------------------------------- tensor parallelism
 
     parallel: ParallelOptions
+    overlap: OverlapOptions
 
     @property
     def modes(self) -> tuple[str | None, ...]:
@@ -145,9 +146,9 @@ class QuantizedModule(nn.Module):
                 f"with tp_size={size}, or give set_device_mesh a mesh, which cuts whole parameters."
             )
         self.parallel.group = tp_group
-        sequence_parallel = self.parallel.sequence_parallel
+        spread, bulk = self.parallel.sequence_parallel, self.overlap.bulk
         self._strategies = tuple(
-            None if mode is None else backend().strategy(mode, tp_group, sequence_parallel) for mode in self.modes
+            None if mode is None else backend().strategy(mode, tp_group, spread, bulk) for mode in self.modes
         )
 
     def set_device_mesh(self, tp_mesh: Any = None, weight_mesh: Any = None) -> None:

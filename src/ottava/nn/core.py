@@ -20,6 +20,7 @@ of a rank do not fill whole blocks, high precision is gathered and quantized aft
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -299,29 +300,42 @@ class Gradient(NamedTuple):
     """Sum over rows, if the producing kernel was asked for it."""
 
 
-def _wgrad_operand(
-    stage: Stage, s: Saved, scale: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The operand of wgrad for all tokens: the saved one, or a new one from the producer's input if the stage recomputes."""
-    strategy = stage.strategy if gathers_input(stage.strategy) else None
+Operand = tuple[Tensor, Tensor | None, Tensor | None]
+
+
+def _wgrad_operand(stage: Stage, s: Saved, scale: Tensor | None, dtype: torch.dtype) -> Callable[[], Operand]:
+    """What gives the operand of wgrad for all tokens. Where they are spread over ranks, the gather begins now."""
+    strategy = stage.strategy
+    if strategy is None or not gathers_input(strategy):
+        return lambda: _own_operand(stage, s, scale, dtype)
     if stage.input is None or stage.backward != "quantized":
-        operand = _high_precision_operand(stage, s, scale, dtype)
-        return (operand if strategy is None else strategy.gather(operand)), None, None
+        whole = strategy.begin_gather(_high_precision_operand(stage, s, scale, dtype))
+        return lambda: (whole(), None, None)
+    if s.data is None and s.source is not None and not _fills_blocks(s.source.shape[0], stage.input):
+        rows = strategy.begin_gather(_produce(stage, s.source, s.gamma, s.beta, s.mean, s.rstd))
+        return lambda: _columnwise(Buffers(*ops.quantize(rows(), stage.input, scale, None, False, True)))
+    data, data_scale, amax = _own_operand(stage, s, scale, dtype)
+    assert data_scale is not None
+    columns = strategy.begin_gather(data, 1)
+    scales = (lambda: data_scale) if ":tensor" in stage.input else strategy.begin_gather(data_scale, 1)
+    return lambda: (columns(), scales(), amax)
+
+
+def _own_operand(stage: Stage, s: Saved, scale: Tensor | None, dtype: torch.dtype) -> Operand:
+    """The operand of wgrad for this rank's tokens: the saved one, or a new one from the producer's input if the stage recomputes."""
+    if stage.input is None or stage.backward != "quantized":
+        return _high_precision_operand(stage, s, scale, dtype), None, None
     if s.data is not None:
-        col = (s.data, s.scale, s.amax)
-    else:
-        assert s.source is not None
-        if strategy is not None and not _fills_blocks(s.source.shape[0], stage.input):
-            whole = strategy.gather(_produce(stage, s.source, s.gamma, s.beta, s.mean, s.rstd))
-            q = Buffers(*ops.quantize(whole, stage.input, scale, None, False, True))
-            return q.columnwise_data, q.columnwise_scale_inv, q.columnwise_amax
-        if stage.return_norm:
-            h = _produce(stage, s.source, s.gamma, s.beta, s.mean, s.rstd)
-            q = Buffers(*ops.quantize(h, stage.input, scale, s.amax, False, True))
-        else:
-            q = _produce_quantized(stage, s.source, s.gamma, s.beta, s.mean, s.rstd, scale, s.amax, False, True)
-        col = (q.columnwise_data, q.columnwise_scale_inv, q.columnwise_amax)
-    return col if strategy is None else _gather_operand(strategy, *col, stage.input, 1)  # type: ignore[arg-type]
+        return s.data, s.scale, s.amax
+    assert s.source is not None
+    if stage.return_norm:
+        h = _produce(stage, s.source, s.gamma, s.beta, s.mean, s.rstd)
+        return _columnwise(Buffers(*ops.quantize(h, stage.input, scale, s.amax, False, True)))
+    return _columnwise(_produce_quantized(stage, s.source, s.gamma, s.beta, s.mean, s.rstd, scale, s.amax, False, True))
+
+
+def _columnwise(q: Buffers) -> Operand:
+    return q.columnwise_data, q.columnwise_scale_inv, q.columnwise_amax
 
 
 def _high_precision_operand(stage: Stage, s: Saved, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -347,44 +361,28 @@ def _dgrad_operand(stage: Stage, s: Saved, dtype: torch.dtype) -> Tensor:
     return s.w_data.dequantize().to(dtype) if hasattr(s.w_data, "scheme") else s.w_data
 
 
-def _gemms(
-    stage: Stage,
-    s: Saved,
-    grad: Gradient,
-    scale: Tensor | None,
-    needs: tuple[bool, bool],
-    dtypes: tuple[torch.dtype, torch.dtype],
-) -> tuple[Tensor | None, Tensor | None]:
-    """(dgrad [M, K], wgrad [N, K]), each only if needed. dtypes: of activations and of the weight gradient."""
-    needs_dgrad, needs_wgrad = needs
-    activation_dtype, weight_dtype = dtypes
-    dgrad = wgrad = None
-    if stage.grad is None or stage.backward != "quantized":
-        dy = grad.value
-        assert dy is not None
-        if stage.strategy is not None and gathers_gradient(stage.strategy):
-            dy = stage.strategy.gather(dy)
-        if needs_dgrad:
-            weight = _dgrad_operand(stage, s, activation_dtype).t()
-            dgrad = ops.mm(dy, weight, None, activation_dtype, stage.output_parts)
-        if needs_wgrad:
-            operand = _wgrad_operand(stage, s, scale, activation_dtype)[0]
-            wgrad = ops.mm(dy.t(), operand.t(), None, weight_dtype)
-        return dgrad, wgrad
+def _dgrad(stage: Stage, s: Saved, grad: Gradient, dtype: torch.dtype) -> Tensor:
+    """The gradient of the stage's operand [M, K]; of a column-parallel stage this rank's part of the sum."""
     q = grad.quantized
-    assert q is not None
-    if needs_dgrad:
-        dgrad = ops.scaled_mm(
-            q.rowwise_data, q.rowwise_scale_inv, q.rowwise_amax, s.w_data, s.w_scale, s.w_amax,
-            stage.grad, stage.weight, None, activation_dtype, stage.split_dgrad, stage.output_parts,
-        )  # fmt: skip
-    if needs_wgrad:
-        operand, operand_scale, operand_amax = _wgrad_operand(stage, s, scale, activation_dtype)
-        wgrad = ops.scaled_mm(
-            q.columnwise_data, q.columnwise_scale_inv, q.columnwise_amax, operand, operand_scale, operand_amax,
-            stage.grad, stage.input, None, weight_dtype, stage.split_wgrad,
-        )  # fmt: skip
-    return dgrad, wgrad
+    if q is None:
+        assert grad.value is not None
+        return ops.mm(grad.value, _dgrad_operand(stage, s, dtype).t(), None, dtype, stage.output_parts)
+    return ops.scaled_mm(
+        q.rowwise_data, q.rowwise_scale_inv, q.rowwise_amax, s.w_data, s.w_scale, s.w_amax,
+        stage.grad, stage.weight, None, dtype, stage.split_dgrad, stage.output_parts,
+    )  # fmt: skip
+
+
+def _wgrad(stage: Stage, grad: Gradient, operand: Operand, dtype: torch.dtype) -> Tensor:
+    """The gradient of the stage's weight [N, K]."""
+    q = grad.quantized
+    if q is None:
+        assert grad.value is not None
+        return ops.mm(grad.value.t(), operand[0].t(), None, dtype)
+    return ops.scaled_mm(
+        q.columnwise_data, q.columnwise_scale_inv, q.columnwise_amax, *operand,
+        stage.grad, stage.input, None, dtype, stage.split_wgrad,
+    )  # fmt: skip
 
 
 def _quantizes_gradient(stage: Stage) -> bool:
@@ -451,18 +449,23 @@ class _ChainFunction(torch.autograd.Function):
                 )
             accumulate = ctx.accumulators[i] if ctx.accumulators is not None else None
             strategy = stage.strategy
+            if strategy is not None and gathers_gradient(strategy) and grad.quantized is None:
+                grad = Gradient(strategy.gather(grad.value))  # type: ignore[arg-type]
             weight_dtype = torch.float32 if accumulate is not None else ctx.weight_dtypes[i]
-            needs_dgrad = i > 0 or ctx.needs_input_grad[3] or needs[0] or needs[1]
-            dgrad, wgrad = _gemms(stage, s, grad, scale, (needs_dgrad, needs[2]), (dy.dtype, weight_dtype))
-            if accumulate is not None and wgrad is not None:
-                wgrad = accumulate(wgrad)
-            grads[i * _PER_STAGE + 2] = wgrad
-            if dgrad is None:
+            # The operand of wgrad is gathered under dgrad's product, the input's gradient is summed under wgrad's.
+            operand = _wgrad_operand(stage, s, scale, dy.dtype) if needs[2] else None
+            summed = None
+            if i > 0 or ctx.needs_input_grad[3] or needs[0] or needs[1]:
+                dgrad = _dgrad(stage, s, grad, dy.dtype)
+                if stage.gather_norm and dnorm is not None:  # of all tokens: it is summed with the rest
+                    dgrad, dnorm = dgrad + dnorm, None
+                summed = _begin_sum(strategy, dgrad)
+            if operand is not None:
+                wgrad = _wgrad(stage, grad, operand(), weight_dtype)
+                grads[i * _PER_STAGE + 2] = wgrad if accumulate is None else accumulate(wgrad)
+            if summed is None:
                 return None, None, None, None, *grads
-            if stage.gather_norm and dnorm is not None:  # of all tokens: it is summed with the rest
-                dgrad, dnorm = dgrad + dnorm, None
-            if strategy is not None and strategy.mode == "column":
-                dgrad = strategy.reduce(dgrad)
+            dgrad = summed()
             if stage.norm is not None:
                 dgrad = dgrad if dnorm is None else dgrad + dnorm
                 dx, dgamma, dbeta = ops.norm_backward(
@@ -477,6 +480,13 @@ class _ChainFunction(torch.autograd.Function):
             else:
                 grad = Gradient(dgrad)
         return None, None, None, grad.value, *grads
+
+
+def _begin_sum(strategy: Strategy | None, dgrad: Tensor) -> Callable[[], Tensor]:
+    """What gives the input's gradient: `dgrad`, or its sum over the ranks of a column-parallel stage, which begins now."""
+    if strategy is None or strategy.mode != "column":
+        return lambda: dgrad
+    return strategy.begin_reduce(dgrad)
 
 
 def _quantize_gradient(

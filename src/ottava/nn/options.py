@@ -69,16 +69,22 @@ class ParallelOptions:
 class OverlapOptions:
     """TransformerEngine's userbuffers switches: which collective may hide under which GEMM.
 
-    They change the schedule, never a value, so with one rank, where there is no collective to hide, they have no effect.
+    They change the schedule, never a value. "Bulk" ones hide the gather of a column-parallel stage's input under dgrad, and the sum of
+    its input's gradient under wgrad. The others ask for products in chunks, which do not exist yet: those collectives are waited for.
     """
 
-    overlap_all_gather: bool
-    overlap_reduce_scatter: bool
-    overlap_reduce_scatter_dgrad: bool
-    bulk_dgrad: bool
-    bulk_wgrad: bool
-    name: str | None
+    overlap_all_gather: bool = False
+    overlap_reduce_scatter: bool = False
+    overlap_reduce_scatter_dgrad: bool = False
+    bulk_dgrad: bool = False
+    bulk_wgrad: bool = False
+    name: str | None = None
     symmetric_all_reduce: str | None = None
+
+    @property
+    def bulk(self) -> bool:
+        """Whether collectives of backward travel under its products."""
+        return self.bulk_dgrad or self.bulk_wgrad
 
 
 def check_norm(normalization: str) -> str:

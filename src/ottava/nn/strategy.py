@@ -13,7 +13,7 @@ as the `Backend` that turns a group or a mesh into them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,6 +40,14 @@ class Strategy(Protocol):
 
     def reduce(self, y: Tensor, bias: Tensor | None = None) -> Tensor:
         """Sum of y [M, N] over ranks, plus bias, in float32 and in order of rank; with sequence parallelism this rank's [M/tp, N]."""
+        ...
+
+    def begin_gather(self, x: Tensor, dim: int = 0) -> Callable[[], Tensor]:
+        """`gather`, which may travel while something else is computed; the function returned waits for it."""
+        ...
+
+    def begin_reduce(self, y: Tensor) -> Callable[[], Tensor]:
+        """`reduce`, likewise."""
         ...
 
     def replicated(self, parameter: Tensor) -> Tensor:
@@ -147,8 +155,8 @@ REPLICATED = Layout()
 class Backend(Protocol):
     """Makes strategies, and spreads the parameters of a module over a mesh."""
 
-    def strategy(self, mode: str, group: Any, sequence_parallel: bool) -> Strategy | None:
-        """None for a group of one rank."""
+    def strategy(self, mode: str, group: Any, sequence_parallel: bool, bulk: bool = False) -> Strategy | None:
+        """None for a group of one rank. bulk: gathers and sums of backward travel under its products."""
         ...
 
     def distribute(self, module: nn.Module, name: str, layout: Layout, mesh: Any, already_cut: bool) -> None:
