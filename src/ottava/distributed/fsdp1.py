@@ -32,8 +32,8 @@ from ottava import torch_private
 from ottava.distributed.recompute import layers_of, restored
 from ottava.distributed.shares import Share
 from ottava.nn.base import QuantizedModule
-from ottava.nn.core import StageTensors
 from ottava.nn.initialize import materialize_
+from ottava.nn.stage import StageTensors
 from ottava.quant.tensor import QuantizedTensor
 
 __all__ = ["ddp", "param_init_fn", "prepare_te_modules_for_fsdp", "shard_model_fsdp1", "wrap_layers"]

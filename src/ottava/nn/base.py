@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from ottava import torch_private
 from ottava.kernels.cast import Buffers, operand_amax
-from ottava.nn.core import Chain, Stage, StageTensors, tensor_amax
 from ottava.nn.initialize import materialize_
-from ottava.nn.options import OverlapOptions, ParallelOptions
-from ottava.nn.strategy import REPLICATED, Layout, Strategy, backend, local
+from ottava.nn.parallel_module import ParallelModule
+from ottava.nn.stage import Chain, Stage, StageTensors, tensor_amax
+from ottava.nn.strategy import REPLICATED, Layout, local
 from ottava.quant.delayed import DelayedState
 from ottava.quant.quantizer import FLOAT_DTYPES, check_float, check_tensor, quantize_by_scheme
 from ottava.quant.recompute import forward_scale
@@ -82,14 +82,14 @@ def quantized_stage(stage: Stage, recipe: Recipe, gated_backward: bool = False) 
     )
 
 
-class QuantizedModule(nn.Module):
+class QuantizedModule(ParallelModule):
     """Base of the modules that multiply by weights: `Linear`, `LayerNormLinear`, `LayerNormMLP`, `GroupedLinear`."""
 
     _gated_stages: tuple[bool, ...] = (False,)
     """For each stage, whether its output goes through a gated activation."""
 
     def __init__(self, stages: int, device: torch.device, params_dtype: torch.dtype | None, name: str | None) -> None:
-        super().__init__()
+        super().__init__(stages)
         self.name = name
         self.params_dtype = params_dtype or torch.get_default_dtype()
         if self.params_dtype not in FLOAT_DTYPES:
@@ -102,126 +102,10 @@ class QuantizedModule(nn.Module):
         self._last_context: dict[bool, tuple[Recipe | None, bool, Any]] = {}
         self._last_chain: tuple[tuple, Chain] | None = None
         self.wgrad_accumulation = False
-        self.layouts: dict[str, Layout] = {}
-        """How tensor parallelism splits each parameter."""
-        self.weight_mesh: Any = None
-        """The ranks that one weight lies on and that share its scale (see `set_device_mesh`)."""
-        self._strategies: tuple[Strategy | None, ...] = (None,) * stages
 
     def __getstate__(self) -> dict[str, Any]:
         # What refers to this process or to this module's own state is found again by the next forward.
         return {**self.__dict__, "_last_chain": None, "_last_context": {}}
-
-    # -------------------------------------------------------------------------------------------------- tensor parallelism
-
-    parallel: ParallelOptions
-    overlap: OverlapOptions
-
-    @property
-    def modes(self) -> tuple[str | None, ...]:
-        """ "column", "row" or None (replicated) for each stage."""
-        return (self.parallel.mode,) * len(self._strategies)
-
-    @property
-    def tp_size(self) -> int:
-        """Tensor-parallel ranks that the parameters are cut for."""
-        return self.parallel.size
-
-    @property
-    def tp_group(self) -> Any:
-        """Their process group; None for one rank."""
-        return self.parallel.group
-
-    @property
-    def tp_rank(self) -> int:
-        """This process's place among them."""
-        return 0 if self.parallel.group is None else self.parallel.group.rank()
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Runs the collectives over `tp_group`. The module must have been constructed with tp_size=tp_group.size()."""
-        size = 1 if tp_group is None else tp_group.size()
-        if size != self.parallel.size and any(self.modes):
-            raise ValueError(
-                f"{type(self).__name__} was constructed with tp_size={self.parallel.size}, but the group has {size} ranks: construct it "
-                f"with tp_size={size}, or give set_device_mesh a mesh, which cuts whole parameters."
-            )
-        self.parallel.group = tp_group
-        spread, bulk = self.parallel.sequence_parallel, self.overlap.bulk
-        self._strategies = tuple(
-            None if mode is None else backend().strategy(mode, tp_group, spread, bulk) for mode in self.modes
-        )
-
-    def set_device_mesh(self, tp_mesh: Any = None, weight_mesh: Any = None) -> None:
-        """Spreads the parameters over meshes, before `fully_shard` or a checkpoint looks at them.
-
-        tp_mesh: the tensor-parallel dimension of a device mesh. Parameters become DTensors on it: cut as `parallel_mode` says, or
-        whole on every rank. weight_mesh: the ranks that hold parts of one weight and share its scale, dp_shard x tp; only needed
-        where FP8 copies of sharded weights are made outside of a forward pass.
-
-            >>> layer = ottava.Linear(1024, 4096, parallel_mode="column")
-            >>> layer.set_device_mesh(meshes.tp, meshes.weight)
-        """
-        self.weight_mesh = weight_mesh if weight_mesh is not None else self.weight_mesh
-        if tp_mesh is None:
-            return
-        group, size = backend().group_of(tp_mesh), tp_mesh.size()
-        if self.parallel.sequence_parallel and size > 1 and not any(self.modes):
-            raise ValueError(
-                f"{type(self).__name__} has sequence_parallel=True but is not split over ranks, so it would mix up their tokens: "
-                "construct it with parallel_mode (or set_parallel_mode=True), or with sequence_parallel=False."
-            )
-        already_cut = self.parallel.size == size
-        if not already_cut and self.parallel.size != 1:
-            raise ValueError(
-                f"{type(self).__name__} was constructed with tp_size={self.parallel.size}, but the mesh has {size} ranks: "
-                f"use tp_size={size}."
-            )
-        for name, parameter in list(self.named_parameters(recurse=False)):
-            if not already_cut:
-                self.layouts[name].check(self.describe(name), tuple(parameter.shape), size)
-            backend().distribute(self, name, self.layouts[name], tp_mesh, already_cut)
-        if not already_cut:
-            self.parallel.size = size
-            self.divide_features(size)
-        self.set_tensor_parallel_group(group)
-
-    def divide_features(self, size: int) -> None:
-        """Adapts the sizes that the module checks its input against, after its parameters have been cut for `size` ranks."""
-
-    def strategy(self, index: int = 0) -> Strategy | None:
-        """The strategy of stage `index`."""
-        strategy = self._strategies[index]
-        if (
-            strategy is None
-            and self.parallel.size > 1
-            and self.modes[index] is not None
-            and self.parallel.group is None
-        ):
-            raise ValueError(
-                f"{type(self).__name__} was constructed with tp_size={self.parallel.size} but has no group to communicate over: call "
-                "set_tensor_parallel_group(group) or set_device_mesh(tp_mesh) first."
-            )
-        return strategy
-
-    def parameter(self, name: str, index: int | None = None) -> Tensor | None:
-        """What this rank multiplies with, or adds; None if there is no such parameter.
-
-        index: the stage whose spread tokens make this rank's gradient a part of the whole one: norms and biases of tokens.
-        """
-        value = getattr(self, name)
-        if value is None:
-            return None
-        value = local(value)
-        strategy = None if index is None else self.strategy(index)
-        return strategy.replicated(value) if strategy is not None and strategy.sequence_parallel else value
-
-    def output_shape(self, shape: torch.Size, features: int, index: int = 0) -> tuple[int, ...]:
-        """Shape of the output for an input of `shape`: sequence parallelism gathers or scatters the first dimension."""
-        strategy = self.strategy(index)
-        first, *rest = shape[:-1] if len(shape) > 1 else (1,)
-        if strategy is not None and strategy.sequence_parallel:
-            first = first * strategy.size if strategy.mode == "column" else first // strategy.size
-        return (first, *rest, features) if len(shape) > 1 else (features,)
 
     # --------------------------------------------------------------------------------------------------------- parameters
 
@@ -280,10 +164,6 @@ class QuantizedModule(nn.Module):
         if tracker is None or self.parallel.size == 1:
             return contextlib.nullcontext()
         return tracker().fork()
-
-    def describe(self, name: str) -> str:
-        """How error messages call a parameter of this module."""
-        return f"{type(self).__name__}.{name}"
 
     def joined(self, names: list[str]) -> Tensor:
         """The parameters as one tensor: themselves, a view over their common buffer, or a concatenation."""
@@ -557,18 +437,3 @@ class _JoinAdjacent(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
         return (None,) * len(ctx.rows) if grad is None else grad.split(ctx.rows)
-
-
-def linear_layouts(mode: str | None) -> tuple[Layout, Layout]:
-    """Layouts of a weight [out, in] and of its bias [out]."""
-    if mode == "column":
-        return Layout(0), Layout(0)
-    return (Layout(1) if mode == "row" else REPLICATED), REPLICATED
-
-
-def join_meshes(module: Any, tp_group: Any, tp_mesh: Any, weight_mesh: Any) -> None:
-    """What constructors do with the groups and meshes they are given."""
-    if tp_group is not None:
-        module.set_tensor_parallel_group(tp_group)
-    if tp_mesh is not None or weight_mesh is not None:
-        module.set_device_mesh(tp_mesh, weight_mesh)

@@ -21,106 +21,27 @@ of a rank do not fill whole blocks, high precision is gathered and quantized aft
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ottava.kernels.activation import get as get_activation
 from ottava.kernels.cast import Buffers, operand_amax
+from ottava.nn.stage import (
+    PER_SAVED,
+    PER_STAGE,
+    Chain,
+    Gradient,
+    Saved,
+    Stage,
+    StageTensors,
+    tensor_amax,
+)
 from ottava.nn.strategy import Strategy, gathers_gradient, gathers_input, spreads_input, spreads_output
 from ottava.quant.scheme import Scheme
 
 ops = torch.ops.ottava
-
-
-@dataclass(frozen=True)
-class Norm:
-    """A producer: LayerNorm or RMSNorm of the stage's input."""
-
-    kind: str
-    eps: float
-    zero_centered: bool
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Everything static about one stage. Schemes are strings (see `Scheme`); None: this stage is not quantized."""
-
-    norm: Norm | None = None
-    activation: str | None = None
-    input: str | None = None
-    weight: str | None = None
-    grad: str | None = None
-    fused_grad: str | None = None
-    """Scheme of a gradient that comes straight from the next stage's activation backward (its rounding may differ)."""
-    delayed: bool = False
-    """Scales are given; amax is recorded."""
-    split_fprop: bool = True
-    split_dgrad: bool = True
-    split_wgrad: bool = True
-    backward: str = "quantized"
-    recompute: bool = False
-    return_norm: bool = False
-    """Also return the norm's output, in the activation dtype."""
-    output_parts: int = 1
-    """Equal matrices that lie side by side in the output, as gate and up do: for the order of dgrad's sum on a CPU."""
-    gather_norm: bool = False
-    """Return the norm's output of all ranks' tokens."""
-    strategy: Strategy | None = None
-    """How the GEMM is spread over tensor-parallel ranks. None: it is not."""
-
-
-@dataclass(frozen=True)
-class Chain:
-    """The stages of one module, and where its delayed-scaling state records."""
-
-    stages: tuple[Stage, ...]
-    record: bool = False
-    """Record amax of forward tensors (not when recomputing or evaluating)."""
-    calibrate: bool = False
-    """Record amax of what an unquantized stage multiplies."""
-    owner: int = 0
-    """Id of the delayed-scaling state, for the update at the end of backward."""
-
-
-class StageTensors(NamedTuple):
-    """The tensors of one stage, in the order in which they are passed to the autograd Function."""
-
-    gamma: Tensor | None
-    beta: Tensor | None
-    weight: Tensor
-    """[N, K]; the autograd leaf. Only unquantized stages multiply with it."""
-    bias: Tensor | None
-    row: Tensor | None
-    row_scale: Tensor | None
-    row_amax: Tensor | None
-    col: Tensor | None
-    col_scale: Tensor | None
-    col_amax: Tensor | None
-
-
-class Saved(NamedTuple):
-    """What one stage keeps for its backward."""
-
-    source: Tensor | None
-    """The producer's input [M, K'], if backward needs it."""
-    mean: Tensor | None
-    rstd: Tensor | None
-    gamma: Tensor | None
-    beta: Tensor | None
-    data: Tensor | None
-    """The operand of wgrad: FP8 columnwise [K, M]; rowwise [M, K] for "dequantized"; or high precision [M, K]."""
-    scale: Tensor | None
-    amax: Tensor | None
-    w_data: Tensor | None
-    """The operand of dgrad: FP8 columnwise [K, N]; rowwise for "dequantized"; or the weight itself [N, K]."""
-    w_scale: Tensor | None
-    w_amax: Tensor | None
-
-
-_PER_STAGE, _PER_SAVED = len(StageTensors._fields), len(Saved._fields)
 
 
 # ---------------------------------------------------------------------------------------------------------------- producers
@@ -168,11 +89,6 @@ def _produce_quantized(
 
 
 # --------------------------------------------------------------------------------------------------------------- many ranks
-
-
-def tensor_amax(scheme: str) -> bool:
-    """Whether a scale of the scheme depends on the amax of the whole tensor."""
-    return ":tensor" in scheme or scheme.startswith("e2m1")
 
 
 def _shared_amax(
@@ -291,15 +207,6 @@ def _forward_plain(stage: Stage, h: Tensor, t: StageTensors) -> tuple[Tensor, Sa
 # ----------------------------------------------------------------------------------------------------------------- backward
 
 
-class Gradient(NamedTuple):
-    """A gradient [M, N] on its way back: in high precision, or already quantized by the kernel that produced it."""
-
-    value: Tensor | None
-    quantized: Buffers | None = None
-    column_sum: Tensor | None = None
-    """Sum over rows, if the producing kernel was asked for it."""
-
-
 Operand = tuple[Tensor, Tensor | None, Tensor | None]
 
 
@@ -404,7 +311,7 @@ class _ChainFunction(torch.autograd.Function):
         saved: list[Tensor | None] = []
         norm_out = None
         for i, stage in enumerate(chain.stages):
-            t = StageTensors(*flat[i * _PER_STAGE : (i + 1) * _PER_STAGE])
+            t = StageTensors(*flat[i * PER_STAGE : (i + 1) * PER_STAGE])
             if stage.input is None:
                 h, kept, norm, operand = _forward_plain(stage, h, t)
                 if chain.calibrate:
@@ -423,7 +330,7 @@ class _ChainFunction(torch.autograd.Function):
         # Live buffers, not saved ones: another backward may update them before this one runs.
         ctx.bwd_scale, ctx.bwd_history = (bwd_scale, bwd_history) if delayed else (None, None)
         ctx.chain, ctx.accumulators = chain, accumulators
-        ctx.weight_dtypes = tuple(flat[i * _PER_STAGE + 2].dtype for i in range(len(chain.stages)))
+        ctx.weight_dtypes = tuple(flat[i * PER_STAGE + 2].dtype for i in range(len(chain.stages)))
         first = chain.stages[0]
         if first.gather_norm and norm_out is not None and first.strategy is not None:
             norm_out = first.strategy.gather(norm_out)
@@ -435,16 +342,16 @@ class _ChainFunction(torch.autograd.Function):
         *flat, fwd_scale = ctx.saved_tensors
         bwd_scale, bwd_history = ctx.bwd_scale, ctx.bwd_history
         chain: Chain = ctx.chain
-        grads: list[Tensor | None] = [None] * (len(chain.stages) * _PER_STAGE + 4)
+        grads: list[Tensor | None] = [None] * (len(chain.stages) * PER_STAGE + 4)
         grad = Gradient(dy if dy.is_contiguous() else dy.contiguous())
         for i in reversed(range(len(chain.stages))):
             stage = chain.stages[i]
-            s = Saved(*flat[i * _PER_SAVED : (i + 1) * _PER_SAVED])
-            needs = ctx.needs_input_grad[4 + i * _PER_STAGE : 4 + (i + 1) * _PER_STAGE]
+            s = Saved(*flat[i * PER_SAVED : (i + 1) * PER_SAVED])
+            needs = ctx.needs_input_grad[4 + i * PER_STAGE : 4 + (i + 1) * PER_STAGE]
             scale = fwd_scale[3 * i : 3 * i + 1] if fwd_scale is not None else None
             grad = _quantize_gradient(chain, i, grad, bwd_scale, bwd_history)
             if needs[3]:
-                grads[i * _PER_STAGE + 3] = (
+                grads[i * PER_STAGE + 3] = (
                     grad.column_sum if grad.column_sum is not None else ops.column_sum(grad.value)
                 )
             accumulate = ctx.accumulators[i] if ctx.accumulators is not None else None
@@ -462,7 +369,7 @@ class _ChainFunction(torch.autograd.Function):
                 summed = _begin_sum(strategy, dgrad)
             if operand is not None:
                 wgrad = _wgrad(stage, grad, operand(), weight_dtype)
-                grads[i * _PER_STAGE + 2] = wgrad if accumulate is None else accumulate(wgrad)
+                grads[i * PER_STAGE + 2] = wgrad if accumulate is None else accumulate(wgrad)
             if summed is None:
                 return None, None, None, None, *grads
             dgrad = summed()
@@ -471,11 +378,11 @@ class _ChainFunction(torch.autograd.Function):
                 dx, dgamma, dbeta = ops.norm_backward(
                     dgrad, s.source, s.gamma, s.mean, s.rstd, stage.norm.zero_centered, s.beta is not None
                 )
-                grads[i * _PER_STAGE] = dgamma
-                grads[i * _PER_STAGE + 1] = dbeta if s.beta is not None else None
+                grads[i * PER_STAGE] = dgamma
+                grads[i * PER_STAGE + 1] = dbeta if s.beta is not None else None
                 grad = Gradient(dx)
             elif stage.activation is not None:
-                needs_bias = i > 0 and ctx.needs_input_grad[4 + (i - 1) * _PER_STAGE + 3]
+                needs_bias = i > 0 and ctx.needs_input_grad[4 + (i - 1) * PER_STAGE + 3]
                 grad = _activation_backward(chain, i, dgrad, s, bwd_scale, needs_bias)
             else:
                 grad = Gradient(dgrad)

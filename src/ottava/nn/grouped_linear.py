@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from ottava.kernels.cast import Buffers, operand_amax
-from ottava.nn.base import InitMethod, QuantizedModule, default_device, join_meshes, linear_layouts
-from ottava.nn.core import Chain, Stage, StageTensors, refuse_double_backward, tensor_amax
+from ottava.nn.base import InitMethod, QuantizedModule, default_device
+from ottava.nn.core import refuse_double_backward
 from ottava.nn.options import OverlapOptions, ParallelOptions, refuse_delayed_wgrad
+from ottava.nn.parallel_module import join_meshes, linear_layouts
+from ottava.nn.stage import PER_STAGE, Chain, Stage, StageTensors, tensor_amax
 from ottava.nn.strategy import Strategy, local
 
 ops = torch.ops.ottava
-_PER_GROUP = len(StageTensors._fields)
 
 
 class _GroupedFunction(torch.autograd.Function):
@@ -25,7 +26,7 @@ class _GroupedFunction(torch.autograd.Function):
         ctx: Any, chain: Chain, splits: tuple[int, ...], keep: bool, accumulators: Any, x: Tensor, *flat: Any
     ) -> Tensor:
         fwd_scale, fwd_history, bwd_scale, bwd_history = flat[-4:]
-        groups = [StageTensors(*flat[g * _PER_GROUP : (g + 1) * _PER_GROUP]) for g in range(len(splits))]
+        groups = [StageTensors(*flat[g * PER_STAGE : (g + 1) * PER_STAGE]) for g in range(len(splits))]
         stage = chain.stages[0]
         parts = list(x.split(splits))
         row = stage.strategy is not None and stage.strategy.mode == "row"
@@ -94,13 +95,13 @@ class _GroupedFunction(torch.autograd.Function):
             )
         if dx is not None and stage.strategy is not None and stage.strategy.mode == "column":
             dx = stage.strategy.reduce(dx)
-        grads: list[Tensor | None] = [None] * (len(splits) * _PER_GROUP + 4)
+        grads: list[Tensor | None] = [None] * (len(splits) * PER_STAGE + 4)
         dws = list(dw.chunk(len(splits))) if dw is not None else [None] * len(splits)
         if ctx.accumulators is not None and dw is not None:
             dws = [add(part) for add, part in zip(ctx.accumulators, dws, strict=True)]
         for g in range(len(splits)):
-            grads[g * _PER_GROUP + 2] = dws[g]
-            grads[g * _PER_GROUP + 3] = ops.column_sum(parts[g]) if needs_db else None
+            grads[g * PER_STAGE + 2] = dws[g]
+            grads[g * PER_STAGE + 3] = ops.column_sum(parts[g]) if needs_db else None
         return None, None, None, None, dx, *grads
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ottava.nn.base import InitMethod, QuantizedModule, default_device, join_meshes, linear_layouts
-from ottava.nn.core import Norm, Stage, run_chain
+from ottava.nn.base import InitMethod, QuantizedModule, default_device
+from ottava.nn.core import run_chain
 from ottava.nn.options import (
     OverlapOptions,
     ParallelOptions,
@@ -17,6 +17,8 @@ from ottava.nn.options import (
     normalize_split,
     refuse_delayed_wgrad,
 )
+from ottava.nn.parallel_module import join_meshes, linear_layouts
+from ottava.nn.stage import Norm, Stage
 
 
 class LayerNormLinear(QuantizedModule):

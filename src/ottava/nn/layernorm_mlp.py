@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ottava.nn.base import InitMethod, QuantizedModule, default_device, join_meshes
-from ottava.nn.core import Norm, Stage, gated, run_chain
+from ottava.nn.base import InitMethod, QuantizedModule, default_device
+from ottava.nn.core import gated, run_chain
 from ottava.nn.options import OverlapOptions, ParallelOptions, check_norm, check_recompute, refuse_delayed_wgrad
+from ottava.nn.parallel_module import join_meshes
+from ottava.nn.stage import Norm, Stage
 from ottava.nn.strategy import REPLICATED, Layout, local
 
 

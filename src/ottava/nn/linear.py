@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ottava.nn.base import InitMethod, QuantizedModule, default_device, join_meshes, linear_layouts
-from ottava.nn.core import Stage, run_chain
+from ottava.nn.base import InitMethod, QuantizedModule, default_device
+from ottava.nn.core import run_chain
 from ottava.nn.options import OverlapOptions, ParallelOptions, check_recompute, normalize_split, refuse_delayed_wgrad
+from ottava.nn.parallel_module import join_meshes, linear_layouts
+from ottava.nn.stage import Stage
 
 
 class Linear(QuantizedModule):

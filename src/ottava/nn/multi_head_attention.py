@@ -10,10 +10,11 @@ from torch import Tensor
 
 from ottava.nn import attention_mask as masks
 from ottava.nn.attention import FORMATS, DotProductAttention, check_heads
-from ottava.nn.base import InitMethod, join_meshes
+from ottava.nn.base import InitMethod
 from ottava.nn.layernorm import LayerNorm, RMSNorm
 from ottava.nn.layernorm_linear import LayerNormLinear
 from ottava.nn.linear import Linear
+from ottava.nn.parallel_module import join_meshes
 from ottava.nn.qk_norm import qk_norms
 from ottava.nn.rotary import apply_rotary_pos_emb, split_qkv_rope
 from ottava.nn.strategy import Layout
