@@ -17,12 +17,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import ottava
-from distributed.parity import RECIPES, SEED, build
+from distributed.parity import RECIPES, SEED
 from ottava.checkpoint import Checkpoints, load_model_state, model_state
 from ottava.distributed import ParallelPlan, attach, meshes_of, parallelize
 from ottava.distributed.random import CudaRNGStatesTracker, model_parallel_seed
 from ottava.distributed.vocabulary import VocabParallelEmbedding, VocabParallelHead
 from ottava.distributed.whole import layout_of
+from ottava.models.gpt import GPT, GPTConfig
+from ottava.models.llama import Llama, LlamaConfig
 from ottava.nn.initialize import materialize_
 from ottava.nn.strategy import Layout
 
@@ -41,7 +43,16 @@ MESHES: dict[int, dict[str, Mesh]] = {
     6: {"(3,2)": {"dp_shard": 3, "tp": 2}},
 }
 NAMES = [name for meshes in MESHES.values() for name in meshes]
-BEFORE, AFTER = 2, 5  # steps before the checkpoint and after it
+BEFORE, AFTER = 1, 5  # steps before the checkpoint and after it
+
+
+def build(name: str) -> nn.Module:
+    """On the meta device. tp up to 4 divides heads, groups, ffn and vocabulary; the GPT's embedding is tied."""
+    if name == "llama":
+        return Llama(LlamaConfig(128, 128, 128, layers=1, heads=4, kv_heads=4, max_length=32), device="meta")
+    return GPT(
+        GPTConfig(128, 128, 128, layers=1, heads=4, max_length=32, dropout=0.0, tie_embeddings=True), device="meta"
+    )
 
 
 class Run:
@@ -68,7 +79,7 @@ class Run:
         """The losses, and what random streams give, of some steps."""
         found = []
         for step in range(first, first + count):
-            tokens = torch.randint(128, (12, 9), generator=torch.Generator().manual_seed(step))[self.rows]
+            tokens = torch.randint(128, (12, 17), generator=torch.Generator().manual_seed(step))[self.rows]
             self.optimizer.zero_grad()
             with ottava.autocast(enabled=self.recipe is not None, recipe=self.recipe):
                 loss = self.model(tokens[:, :-1], tokens[:, 1:])
@@ -87,8 +98,7 @@ class Run:
         if isinstance(self.model, FullyShardedDataParallel):
             with FullyShardedDataParallel.summon_full_params(self.model, writeback=False):
                 found = {_clean(n): p.detach().clone() for n, p in self.model.named_parameters()}
-            moments = FullyShardedDataParallel.full_optim_state_dict(self.model, self.optimizer, rank0_only=False)
-            found |= {f"{_clean(n)}.{k}": t for n, state in moments["state"].items() for k, t in state.items()}
+            found |= self._moments_of_fsdp1({name: tensor.shape for name, tensor in found.items()})
         else:
             found = self._gathered()
         for name, module in self.model.named_modules():
@@ -98,6 +108,20 @@ class Run:
                     # FSDP2 records the next step's weight in row 0 when it makes the wire copies, others in forward.
                     found[f"{_clean(name)}.{key}"] = value[1:] if "history" in key else value
         return {name: tensor.detach().clone() for name, tensor in found.items() if name != "head.weight"}
+
+    def _moments_of_fsdp1(self, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
+        """Each rank holds a stretch of each flattened parameter, in order of rank. (torch's `full_optim_state_dict` gives exp_avg_sq
+        in place of exp_avg on gloo ranks, and `get_state_dict` of a full state ends in a crash: torch 2.13.)"""
+        found: dict[str, Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            ranks: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(ranks, (parameter.numel(), dict(self.optimizer.state[parameter])))
+            holding = [state for count, state in ranks if count]
+            for key in holding[0]:
+                parts = [state[key] for state in holding]
+                whole = parts[0] if key == "step" else torch.cat(parts).view(shapes[_clean(name)])
+                found[f"{_clean(name)}.{key}"] = whole
+        return found
 
     def _gathered(self) -> dict[str, Tensor]:
         model = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
@@ -173,26 +197,34 @@ def load_from(root: Path, name: str, mesh: Mesh, model: str, recipe: str, source
     return problems
 
 
-def all_cases(root: str, world: int, cases: list[tuple[str, str]], all_pairs: list[str]) -> dict[str, list[str]]:
+def cases_of(name: str, everything: bool) -> list[tuple[str, str]]:
+    """(model, recipe) that a mesh trains. (2,2) has every recipe; each of the others delayed scaling and two that take turns."""
+    if everything or name == "(2,2)":
+        return [*(("llama", recipe) for recipe in RECIPES), ("gpt", "current")]
+    rest, at = [r for r in RECIPES if r != "delayed"], NAMES.index(name)
+    chosen = [("llama", r) for r in ("delayed", rest[at % len(rest)], rest[(at + 2) % len(rest)])]
+    return chosen + ([("gpt", "current")] if name in ("one process", "fsdp1") else [])
+
+
+def all_cases(root: str, world: int, everything: bool) -> dict[str, list[str]]:
     """In one run of the ranks, because a new process group would find the meshes of the one before in DTensor's caches.
 
-    cases: (model, recipe). all_pairs: recipes for which every mesh loads from every other; the others load from one.
+    Every mesh loads the checkpoint of every other under delayed scaling, which has all that other recipes' have, and scales. Of its
+    other cases it loads one from another mesh.
     """
-    folder, problems = Path(root), {"continued": [], "resharded": []}
-    start = time.monotonic()
-    for model, recipe in cases:
-        for name, mesh in MESHES[world].items():
+    folder, start = Path(root), time.monotonic()
+    problems: dict[str, list[str]] = {"continued": [], "resharded": []}
+    for name, mesh in MESHES[world].items():
+        for model, recipe in cases_of(name, everything):
             (folder / model / recipe).mkdir(parents=True, exist_ok=True)
             problems["continued"] += train_and_save(folder, name, mesh, model, recipe)
     (folder / f"saved-{world}-{dist.get_rank() if dist.is_initialized() else 0}").touch()
-    problems["seconds"] = [f"{time.monotonic() - start:.1f}"]
     while len(list(folder.glob("saved-*"))) < sum(MESHES):
+        assert time.monotonic() - start < 500, "other ranks have not saved"
         time.sleep(0.05)
-    start = time.monotonic()
-    for model, recipe in cases:
-        for name, mesh in MESHES[world].items():
-            at = NAMES.index(name)
-            others = [n for n in NAMES if n != name] if recipe in all_pairs else [NAMES[at - 1], NAMES[at - 3]]
-            problems["resharded"] += load_from(folder, name, mesh, model, recipe, others)
-    problems["seconds"].append(f"{time.monotonic() - start:.1f}")
+    for name, mesh in MESHES[world].items():
+        for case in cases_of(name, everything):
+            others = [n for n in NAMES if n != name and case in cases_of(n, everything)]
+            others = others if case[1] == "delayed" else [others[NAMES.index(name) % len(others)]]
+            problems["resharded"] += load_from(folder, name, mesh, *case, others)
     return problems

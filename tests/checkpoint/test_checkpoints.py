@@ -364,3 +364,13 @@ def test_metadata_of_plain_dcp_is_read(tmp_path: Path) -> None:
 def test_flatten_joins_names_with_dots() -> None:
     state = {"a": {"b": torch.ones(1), "c": [torch.ones(1), {"d": torch.ones(1)}]}, "e": 1}
     assert sorted(flatten(state).tensors) == ["a.b", "a.c.0", "a.c.1.d"]
+
+
+def test_loading_counts_as_writing(tmp_path: Path) -> None:
+    """Whoever keeps something that was made from a tensor (FP8 copies, autograd) has to see that it changed."""
+    Checkpoints(tmp_path).save(1, {"w": torch.ones(4, 3), "part": torch.ones(4, 3)})
+    whole, part = torch.zeros(4, 3), torch.zeros(4, 6)
+    versions = whole._version, part._version
+    Checkpoints(tmp_path).load({"w": whole, "part": part[:, :3]})
+    assert torch.equal(whole, torch.ones(4, 3)) and torch.equal(part[:, :3], torch.ones(4, 3)) and not part[:, 3:].any()
+    assert whole._version > versions[0] and part._version > versions[1]

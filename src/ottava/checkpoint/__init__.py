@@ -23,6 +23,8 @@ from ottava.checkpoint.checkpoints import Checkpoints
 from ottava.checkpoint.errors import CheckpointError, InvalidCheckpoint, NoUsableCheckpoint, Rejected
 from ottava.checkpoint.inspect import Row, ls, verify
 from ottava.checkpoint.load import Loaded, Relaxed
+from ottava.checkpoint.reader import Reader
+from ottava.checkpoint.reshard import reshard
 from ottava.checkpoint.run_state import load_model_state, model_state
 from ottava.checkpoint.stop import EXIT_CODE, StopSignal
 from ottava.distributed.recompute import checkpoint as _recompute
@@ -46,6 +48,8 @@ __all__ = [
     "Row",
     "ls",
     "verify",
+    "reshard",
+    "Reader",
 ]
 
 

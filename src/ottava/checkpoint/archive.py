@@ -8,9 +8,10 @@ run, or make us allocate more than the tensor that is wanted.
 
 from __future__ import annotations
 
-import os
 import struct
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -30,21 +31,33 @@ def write_tensor(file: HashedFile, tensor: Tensor) -> tuple[int, int]:
     """Appends a contiguous CPU tensor that owns its storage; (offset, length) of its archive."""
     file.write(bytes(-file.bytes % ALIGNMENT))
     start = file.bytes
-    torch.save(tensor, file)  # type: ignore[arg-type]  # write and flush are all it calls
+    with _without_checksum():
+        torch.save(tensor, file)  # type: ignore[arg-type]  # write and flush are all it calls
     return start, file.bytes - start
 
 
-def find_data(descriptor: int, file: str, offset: int, length: int, nbytes: int) -> int:
+@contextmanager
+def _without_checksum() -> Iterator[None]:
+    """The archive's own CRC-32 costs a third of a second a GB, and the whole file is hashed anyway. torch does not look at it."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def find_data(opened: BinaryIO, file: str, offset: int, length: int, nbytes: int) -> int:
     """Position in the file of the `nbytes` bytes of the tensor whose archive is at `offset`, `length` bytes long.
 
-    descriptor: of the open file; file: its name, for errors. The caller has checked that the archive lies inside the file.
+    opened: the file; file: its name, for errors. The caller has checked that the archive lies inside the file.
     """
 
     def bad(reason: str) -> InvalidCheckpoint:
         return InvalidCheckpoint.of(file, f"entry at byte {offset}: {reason}")
 
     tail_start = max(0, length - _TAIL_BYTES)
-    tail = os.pread(descriptor, length - tail_start, offset + tail_start)
+    tail = _read_at(opened, offset + tail_start, length - tail_start)
     if len(tail) != length - tail_start or len(tail) < _END.size:
         raise bad("the archive is truncated.")
     directory, size = _directory(tail, bad)
@@ -53,7 +66,7 @@ def find_data(descriptor: int, file: str, offset: int, length: int, nbytes: int)
     header, stored = _data_record(tail[directory - tail_start : directory - tail_start + size], bad)
     if stored != nbytes:
         raise bad(f"the archive holds {stored} bytes of data where {nbytes} are expected.")
-    local = os.pread(descriptor, _LOCAL.size, offset + header) if header + _LOCAL.size <= length else b""
+    local = _read_at(opened, offset + header, _LOCAL.size) if header + _LOCAL.size <= length else b""
     if len(local) != _LOCAL.size or local[:4] != b"PK\3\4":
         raise bad("the data record has no header (wrong magic).")
     *_, name_bytes, extra_bytes = _LOCAL.unpack(local)
@@ -61,6 +74,15 @@ def find_data(descriptor: int, file: str, offset: int, length: int, nbytes: int)
     if start + nbytes > directory:
         raise bad(f"the data ({nbytes} bytes at {start}) does not lie before the directory at {directory}.")
     return offset + start
+
+
+def _read_at(file: BinaryIO, position: int, count: int) -> bytes:
+    """At most `count` bytes, which is a few thousand at most."""
+    file.seek(position)
+    data = b""
+    while len(data) < count and (more := file.read(count - len(data))):
+        data += more
+    return data
 
 
 def _directory(tail: bytes, bad: Any) -> tuple[int, int]:

@@ -46,7 +46,7 @@ Pieces = Callable[[str, Tensor], list[Piece]]
 class Part:
     """What this rank holds of a tensor, where torch does not say it: an entry of a state beside tensors and DTensors.
 
-        >>> state = {"w": Part((8, 4), torch.float32, (((2, 0), rows),))}     # rows 2 and 3 of a weight [8, 4]
+    >>> state = {"w": Part((8, 4), torch.float32, (((2, 0), rows),))}     # rows 2 and 3 of a weight [8, 4]
     """
 
     shape: Index

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -12,6 +11,7 @@ from ottava.checkpoint.boxes import Pieces, one_piece
 from ottava.checkpoint.digest import algorithm
 from ottava.checkpoint.load import Loaded, Relaxed, load
 from ottava.checkpoint.save import Save, SaveOptions, no_hook
+from ottava.checkpoint.storage import Location, storage_at
 from ottava.checkpoint.team import Team
 
 
@@ -28,7 +28,7 @@ class Checkpoints:
     The state is nested dicts and lists of plain tensors, DTensors, and plain values (numbers, strings, ...). It is restored in place:
     tensors are filled, values assigned. Every method that takes a state has to be called in every rank.
 
-    root: directory of this run's checkpoints, seen by all ranks; one run may use it at a time.
+    root: directory of this run's checkpoints, or a URL that `fsspec` knows, seen by all ranks; one run may use it at a time.
     keep_last: newest checkpoints that stay (0: all). keep_every: steps that are multiples of it stay too (0: none).
     hash: "xxh3_128" (the default where `xxhash` is installed), "blake3", "blake2b" (the default otherwise) or "sha256".
     config: the resolved configuration, which is kept with each checkpoint. pieces: see `boxes.Pieces`.
@@ -37,7 +37,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        root: str | Path,
+        root: Location,
         *,
         keep_last: int = 3,
         keep_every: int = 0,
@@ -51,14 +51,14 @@ class Checkpoints:
             raise ValueError(
                 f"keep_last={keep_last}, keep_every={keep_every}: expected numbers from 0 (0: no limit, and none)."
             )
-        self.root, self.pieces = Path(root).absolute(), pieces
+        self.storage, self.pieces = storage_at(root), pieces
         self.team = Team(timeout)
         self.last_saved: int | None = None
         """The last step that was committed or loaded."""
         self._options = SaveOptions(algorithm(hash), keep_last, keep_every, pieces, config, hook)
         self._background = Background(Team(timeout))
 
-    def save(self, step: int, state: Mapping[str, Any]) -> Path:
+    def save(self, step: int, state: Mapping[str, Any]) -> Location:
         """Saves and returns the checkpoint's directory, when it is committed. Waits for a save that is under way."""
         self.wait()
         path = self._begin(step, state).finish()
@@ -94,15 +94,15 @@ class Checkpoints:
             if self.last_saved != step:
                 self.save(step, state)
 
-    def load(self, state: Any, which: str | int | Path = "newest", relaxed: Relaxed = Relaxed()) -> Loaded | None:  # noqa: B008
+    def load(self, state: Any, which: Location | int = "newest", relaxed: Relaxed = Relaxed()) -> Loaded | None:  # noqa: B008
         """Restores `state` from a checkpoint.
 
         which: "newest" takes the newest that verifies and names every newer one that does not in `Loaded.rejected`; None is
-        returned if there are none at all. A step (int) or a directory (Path) takes that one alone. NoUsableCheckpoint if nothing
+        returned if there are none at all. A step (int), a directory (Path) or a URL takes that one alone. NoUsableCheckpoint if nothing
         verifies, ValueError with the keys if state and checkpoint differ in a way that `relaxed` does not allow.
         """
         self.wait()
-        loaded = load(self.team, self.root, state, which, self.pieces, relaxed)
+        loaded = load(self.team, self.storage, state, which, self.pieces, relaxed)
         self.last_saved = loaded.step if loaded else self.last_saved
         return loaded
 
@@ -121,4 +121,4 @@ class Checkpoints:
         self.close()
 
     def _begin(self, step: int, state: Mapping[str, Any]) -> Save:
-        return Save.begin(self.team, self.root, step, state, self._options)
+        return Save.begin(self.team, self.storage, step, state, self._options)

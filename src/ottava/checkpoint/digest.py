@@ -91,10 +91,13 @@ class HashedFile:
         """For `torch.save`, which flushes what it is given."""
         self.file.flush()
 
-    def digest(self) -> str:
-        """Of everything that was written. The file takes no more after it."""
+    def close(self) -> None:
+        """Ends the thread. The file takes no more after it."""
         if self._thread is not None:
             self._thread.shutdown()
+
+    def digest(self) -> str:
+        """Of everything that was written."""
         return self._state.hexdigest()
 
     def _write_all(self, data: bytes | memoryview) -> None:

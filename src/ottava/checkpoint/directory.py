@@ -1,81 +1,127 @@
-"""The directory of a run's checkpoints: what is in it, what an interrupted save left, what may go."""
+"""A run's checkpoints in a local directory: what is in it, what an interrupted save left, how a finished one gets its name."""
 
 from __future__ import annotations
 
 import os
 import secrets
 import shutil
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import BinaryIO
 
 from ottava.checkpoint.errors import InvalidCheckpoint
-from ottava.checkpoint.manifest import check_sizes, read_manifest
-from ottava.checkpoint.names import directory_name, remains_of, step_of, sync_directory
+from ottava.checkpoint.names import directory_name, open_inside, remains_of, step_of, sync_directory
+from ottava.checkpoint.storage import Folder
 
 
-def candidates(root: Path) -> list[tuple[int, Path]]:
-    """(step, directory) of everything that is called a checkpoint, newest first. Whether one exists, its manifest says."""
-    try:
-        names = os.listdir(root)
-    except FileNotFoundError:
-        return []
-    found = [(step, root / name) for name in names if (step := step_of(name)) is not None]
-    return sorted(found, reverse=True)
+class LocalFolder:
+    """A directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.name = path, path.name
+
+    def exists(self) -> bool:
+        """Whether it is a directory."""
+        return self.path.is_dir()
+
+    def check_kind(self) -> None:
+        """A link that is called a checkpoint is refused: it could lead anywhere."""
+        if self.path.is_symlink() and step_of(self.name) is not None:
+            raise InvalidCheckpoint.of(self.name, "is a symbolic link: name the directory it leads to.")
+
+    def open(self, file: str) -> BinaryIO:
+        """For reading; never a link, a pipe or a file elsewhere."""
+        return open_inside(self.path, file)
+
+    def create(self, file: str) -> AbstractContextManager[BinaryIO]:
+        """For writing, unbuffered."""
+        return open(self.path / file, "xb", buffering=0)  # type: ignore[return-value]
+
+    def make_durable(self, file: BinaryIO) -> None:
+        """fsync."""
+        os.fsync(file.fileno())
+
+    def size(self, file: str) -> int:
+        """Bytes on the disk."""
+        return os.stat(self.path / file).st_size
+
+    def sync(self) -> None:
+        """fsync of the directory."""
+        sync_directory(self.path)
 
 
-def recover(root: Path) -> None:
-    """Puts back a checkpoint that was set aside to be replaced and never was."""
-    for name in sorted(os.listdir(root)):
-        target, kind = remains_of(name) or ("", "")
-        if kind == "old" and not os.path.lexists(root / target):
-            os.rename(root / name, root / target)
-            sync_directory(root)
+class LocalStorage:
+    """A directory of checkpoints."""
 
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
-def sweep(root: Path) -> None:
-    """Clears what interrupted saves and prunings left. One run owns the directory: no save may be under way."""
-    recover(root)
-    for name in os.listdir(root):
-        if remains_of(name):
-            _remove(root / name)
+    def candidates(self) -> list[tuple[int, Folder]]:
+        """(step, directory) of everything that is called a checkpoint, newest first."""
+        try:
+            names = os.listdir(self.path)
+        except FileNotFoundError:
+            return []
+        found: list[tuple[int, Folder]] = [
+            (step, self.folder(name)) for name in names if (step := step_of(name)) is not None
+        ]
+        return sorted(found, key=lambda each: each[0], reverse=True)
 
+    def folder(self, name: str) -> LocalFolder:
+        """By name."""
+        return LocalFolder(self.path / name)
 
-def temporary(root: Path, step: int) -> Path:
-    """A new name for a save in progress."""
-    return root / f"{directory_name(step)}.tmp-{secrets.token_hex(4)}"
+    def recover(self) -> None:
+        """Puts back a checkpoint that was set aside to be replaced and never was."""
+        for name in sorted(os.listdir(self.path)):
+            target, kind = remains_of(name) or ("", "")
+            if kind == "old" and not os.path.lexists(self.path / target):
+                os.rename(self.path / name, self.path / target)
+                sync_directory(self.path)
 
+    def begin(self, step: int) -> LocalFolder:
+        """Makes a directory `step-N.tmp-...`, after clearing what interrupted saves and prunings left."""
+        _make_durably(self.path)
+        self.recover()
+        for name in os.listdir(self.path):
+            if remains_of(name):
+                _remove(self.path / name)
+        folder = self._temporary(step)
+        os.mkdir(folder.path)
+        return folder
 
-def publish(finished: Path, step: int) -> Path:
-    """Gives a finished directory its name, durably. One that has the name is set aside first and removed after."""
-    root, target = finished.parent, finished.parent / directory_name(step)
-    aside = None
-    if os.path.lexists(target):
-        aside = root / f"{directory_name(step)}.old-{secrets.token_hex(4)}"
-        os.rename(target, aside)
-    os.rename(finished, target)
-    sync_directory(root)
-    if aside is not None:
-        _remove(aside)
-    return target
+    def publish(self, finished: Folder, step: int) -> LocalFolder:
+        """Gives a finished directory its name, durably. One that has the name is set aside first and removed after."""
+        target, aside = self.path / directory_name(step), None
+        if os.path.lexists(target):
+            aside = self.path / f"{directory_name(step)}.old-{secrets.token_hex(4)}"
+            os.rename(target, aside)
+        os.rename(self.path / finished.name, target)
+        sync_directory(self.path)
+        if aside is not None:
+            _remove(aside)
+        return LocalFolder(target)
 
+    def discard(self, unfinished: Folder) -> None:
+        """Removes its directory."""
+        shutil.rmtree(self.path / unfinished.name)
 
-def prune(root: Path, saved: int, keep_last: int, keep_every: int) -> list[int]:
-    """Removes old checkpoints; the steps that went.
-
-    keep_last: how many of the newest stay (0: all). keep_every: steps that are multiples of it stay (0: none for this reason).
-    `saved`, which has just been written and so is the newest that is known to be good, always stays. What has no valid manifest or
-    lacks bytes is neither counted nor removed: somebody may want to look at it.
-    """
-    if keep_last == 0:
-        return []
-    usable = [step for step, path in candidates(root) if _usable(path)]
-    keep = {saved, *usable[:keep_last], *(s for s in usable if keep_every and s % keep_every == 0)}
-    gone = [s for s in usable if s not in keep]
-    for step in gone:
-        # Under another name first: a directory that is half removed must not be called a checkpoint.
-        doomed = temporary(root, step)
-        os.rename(root / directory_name(step), doomed)
+    def remove(self, step: int) -> None:
+        """Under another name first: a directory that is half removed must not be called a checkpoint."""
+        doomed = self._temporary(step).path
+        os.rename(self.path / directory_name(step), doomed)
         _remove(doomed)
-    return gone
+
+    def _temporary(self, step: int) -> LocalFolder:
+        return self.folder(f"{directory_name(step)}.tmp-{secrets.token_hex(4)}")
+
+
+def _make_durably(path: Path) -> None:
+    """Creates a directory, with every name on the way made durable."""
+    if not path.is_dir():
+        _make_durably(path.parent)
+        path.mkdir(exist_ok=True)
+        sync_directory(path.parent)
 
 
 def _remove(path: Path) -> None:
@@ -83,13 +129,3 @@ def _remove(path: Path) -> None:
         path.unlink()
     else:
         shutil.rmtree(path)
-
-
-def _usable(path: Path) -> bool:
-    try:
-        if path.is_symlink():
-            return False
-        check_sizes(path, read_manifest(path))
-    except (InvalidCheckpoint, OSError):
-        return False
-    return True

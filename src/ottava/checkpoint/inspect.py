@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from ottava.checkpoint import metadata
 from ottava.checkpoint.archive import find_data
-from ottava.checkpoint.directory import candidates
 from ottava.checkpoint.errors import InvalidCheckpoint, shown
-from ottava.checkpoint.manifest import check_digest, check_sizes, read_json, read_manifest
-from ottava.checkpoint.names import METADATA, STATE, open_inside, read_small, step_of
+from ottava.checkpoint.manifest import check_digest, check_sizes, read_json, read_manifest, read_small
+from ottava.checkpoint.names import MANIFEST, METADATA, STATE, step_of
+from ottava.checkpoint.storage import Folder, Location, folder_at, storage_at
 
 
 @dataclass(frozen=True)
@@ -26,25 +25,24 @@ class Row:
         return f"{self.name:<24} {'ok ' if self.good else 'BAD'} {self.text}"
 
 
-def ls(path: str | Path) -> Iterator[Row]:
+def ls(path: Location) -> Iterator[Row]:
     """The checkpoints in a directory, newest first; or, of one checkpoint, its tensors. Sizes are checked, contents are not.
 
     >>> for row in ls("run/checkpoints"):
     ...     print(row)
     step-00000100            ok  12.0 MB in 4 files, 2 ranks {'dp': 2}, float32, 2026-07-01T12:00:00+00:00
     """
-    path = Path(path)
-    if _is_checkpoint(path):
-        yield from _tensors(path)
+    if checkpoint := _checkpoint(path):
+        yield from _tensors(checkpoint)
         return
-    for _, folder in candidates(path):
+    for _, folder in storage_at(path).candidates():
         try:
             yield Row(folder.name, True, _summary(folder))
         except (InvalidCheckpoint, OSError) as error:
             yield Row(folder.name, False, str(error))
 
 
-def verify(path: str | Path) -> Iterator[Row]:
+def verify(path: Location) -> Iterator[Row]:
     """Every file of a checkpoint, or of all checkpoints in a directory, against its manifest, and the index against the files.
 
     One row a file as it is done; reads in blocks, so a checkpoint may be larger than the memory.
@@ -52,16 +50,24 @@ def verify(path: str | Path) -> Iterator[Row]:
     >>> all(row.good for row in verify("run/checkpoints/step-00000100"))
     True
     """
-    path = Path(path)
-    for folder in [path] if _is_checkpoint(path) else [folder for _, folder in candidates(path)]:
+    checkpoint = _checkpoint(path)
+    for folder in [checkpoint] if checkpoint else [folder for _, folder in storage_at(path).candidates()]:
         yield from _verify(folder)
 
 
-def _is_checkpoint(path: Path) -> bool:
-    return step_of(path.name) is not None or (path / "manifest.json").is_file()
+def _checkpoint(path: Location) -> Folder | None:
+    """The checkpoint that `path` is; None for a directory of checkpoints."""
+    folder = folder_at(path)
+    if step_of(folder.name) is not None:
+        return folder
+    try:
+        folder.open(MANIFEST).close()
+    except InvalidCheckpoint:
+        return None
+    return folder
 
 
-def _verify(folder: Path) -> Iterator[Row]:
+def _verify(folder: Folder) -> Iterator[Row]:
     try:
         manifest = read_manifest(folder)
     except (InvalidCheckpoint, OSError) as error:
@@ -85,7 +91,7 @@ def _verify(folder: Path) -> Iterator[Row]:
         yield Row(folder.name, False, str(error))
 
 
-def _check_index(folder: Path) -> int:
+def _check_index(folder: Folder) -> int:
     """Looks for the data of every box where the index says; how many there are."""
     read_json(folder, STATE)
     count = 0
@@ -94,13 +100,13 @@ def _check_index(folder: Path) -> int:
             elements = 1
             for n in chunk.shape:
                 elements *= n
-            with open_inside(folder, chunk.file) as file:
-                find_data(file.fileno(), chunk.file, chunk.start, chunk.length, elements * entry.dtype.itemsize)
+            with folder.open(chunk.file) as file:
+                find_data(file, chunk.file, chunk.start, chunk.length, elements * entry.dtype.itemsize)
             count += 1
     return count
 
 
-def _entries(folder: Path) -> dict[str, metadata.Entry]:
+def _entries(folder: Folder) -> dict[str, metadata.Entry]:
     manifest = read_manifest(folder)
     sizes = {name: entry.bytes for name, entry in manifest.files.items()}
     check_sizes(folder, manifest)
@@ -109,7 +115,7 @@ def _entries(folder: Path) -> dict[str, metadata.Entry]:
     )
 
 
-def _tensors(folder: Path) -> Iterator[Row]:
+def _tensors(folder: Folder) -> Iterator[Row]:
     try:
         for name, entry in _entries(folder).items():
             boxes = "1 box" if len(entry.chunks) == 1 else f"{len(entry.chunks)} boxes"
@@ -119,7 +125,7 @@ def _tensors(folder: Path) -> Iterator[Row]:
         yield Row(folder.name, False, str(error))
 
 
-def _summary(folder: Path) -> str:
+def _summary(folder: Folder) -> str:
     manifest = read_manifest(folder)
     check_sizes(folder, manifest)
     meshes = " ".join(shown(str(m)) for m in manifest.meshes)

@@ -5,7 +5,7 @@ Nothing is written into the caller's tensors before every rank knows that every 
 
 from __future__ import annotations
 
-import os
+import ctypes
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -16,14 +16,15 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from ottava.checkpoint import directory, metadata
+from ottava.checkpoint import metadata
 from ottava.checkpoint.archive import find_data
 from ottava.checkpoint.boxes import Part, Pieces, overlap, part_of, within
 from ottava.checkpoint.errors import InvalidCheckpoint, NoUsableCheckpoint, Rejected, joined, listed
 from ottava.checkpoint.flat import Flat, assign, flatten
-from ottava.checkpoint.manifest import Manifest, check_digest, check_sizes, read_json, read_manifest
+from ottava.checkpoint.manifest import Manifest, check_digest, check_sizes, read_json, read_manifest, read_small
 from ottava.checkpoint.metadata import Chunk, Entry
-from ottava.checkpoint.names import METADATA, STATE, directory_name, open_inside, read_small
+from ottava.checkpoint.names import METADATA, STATE, directory_name
+from ottava.checkpoint.storage import Folder, Location, Storage, folder_at
 from ottava.checkpoint.team import Team
 
 _BLOCK_BYTES = 16 << 20  # read at once
@@ -51,7 +52,8 @@ class Loaded:
     """What was loaded."""
 
     step: int
-    path: Path
+    path: Any
+    """A Path; a URL (str) where the storage is not local."""
     manifest: Manifest
     config: Any
     """The configuration that was saved with it."""
@@ -65,7 +67,7 @@ class Loaded:
 class Opened:
     """A checkpoint whose files are what its manifest says."""
 
-    path: Path
+    folder: Folder
     manifest: Manifest
     entries: dict[str, Entry]
     values: dict[str, Any]
@@ -84,74 +86,80 @@ class Read:
 
 
 def load(
-    team: Team, root: Path, state: Any, which: str | int | Path, pieces: Pieces, relaxed: Relaxed
+    team: Team, storage: Storage, state: Any, which: Location | int, pieces: Pieces, relaxed: Relaxed
 ) -> Loaded | None:
     """See `Checkpoints.load`."""
     flat = Flat({}, {}, {})
 
-    def work() -> str | int | Path:
+    def work() -> Location | int:
         nonlocal flat
         flat = flatten(state)
         return which
 
-    def combine(asked: list[str | int | Path]) -> list[str]:
+    def combine(asked: list[Location | int]) -> list[str]:
         if any(a != asked[0] for a in asked):
             raise ValueError(f"ranks ask for different checkpoints: {listed(sorted({str(a) for a in asked}))}.")
-        return _paths(root, which)
+        return _names(storage, which)
 
-    paths = [Path(p) for p in team.agree("no checkpoint was loaded", work, combine)]
+    names = team.agree("no checkpoint was loaded", work, combine)
+    folders = [storage.folder(n) for n in names] if _by_name(which) else [folder_at(which)]  # type: ignore[arg-type]
     rejected: list[Rejected] = []
-    for path in paths:
-        what = f"{path.name} was not loaded"
-        opened, failures = team.attempt(what, lambda path=path: open_checkpoint(path, team.rank, team.size))  # type: ignore[misc]
+    for folder in folders:
+        what = f"{folder.name} was not loaded"
+        opened, failures = team.attempt(what, lambda f=folder: open_checkpoint(f, team.rank, team.size))  # type: ignore[misc]
         if not failures:
             assert opened is not None
             wanted = _compare(team, what, opened, flat, relaxed)
-            reads, failures = team.attempt(what, lambda: _plan_reads(opened, flat, wanted, pieces))  # noqa: B023
+            reads, failures = team.attempt(what, lambda: plan_reads(opened, flat, wanted, pieces))  # noqa: B023
         if failures:
-            rejected.append(Rejected(str(path), joined(failures, team.size)))
+            rejected.append(Rejected(str(folder.path), joined(failures, team.size)))
             continue
         assert opened is not None and reads is not None
-        team.agree(f"{what}, and tensors may be filled in part", lambda: _read_all(path, reads), lambda _: None)  # noqa: B023
+        team.agree(f"{what}, and tensors may be filled in part", lambda: read_all(folder, reads), lambda _: None)  # noqa: B023
         for name in flat.values:
             if name in wanted:
                 assign(state, flat.paths[name], opened.values[name])
         kept = tuple(name for name in flat.paths if name not in wanted)
-        return Loaded(opened.manifest.step, path, opened.manifest, opened.config, kept, tuple(rejected))
+        return Loaded(opened.manifest.step, folder.path, opened.manifest, opened.config, kept, tuple(rejected))
     if rejected or which != "newest":
-        raise NoUsableCheckpoint.of(str(root), rejected)
+        raise NoUsableCheckpoint.of(str(storage.path), rejected)
     return None
 
 
-def open_checkpoint(path: Path, rank: int = 0, size: int = 1) -> Opened:
+def open_checkpoint(folder: Folder, rank: int = 0, size: int = 1) -> Opened:
     """Verifies a checkpoint and reads what it says. Of the files' digests this rank checks one in `size`."""
-    if not path.is_dir():
-        raise InvalidCheckpoint.of(path.name, "there is no such directory.")
-    manifest = read_manifest(path)
-    check_sizes(path, manifest)
+    if not folder.exists():
+        raise InvalidCheckpoint.of(folder.name, "there is no such directory.")
+    manifest = read_manifest(folder)
+    check_sizes(folder, manifest)
     largest_first = sorted(manifest.files, key=lambda name: (-manifest.files[name].bytes, name))
     for name in largest_first[rank::size]:
-        check_digest(path, manifest, name)
+        check_digest(folder, manifest, name)
     sizes = {name: entry.bytes for name, entry in manifest.files.items()}
     limit = metadata.size_limit(manifest.total_bytes - sizes[METADATA])
-    entries = metadata.decode(read_small(path, METADATA, limit), sizes)
-    state = read_json(path, STATE)
+    entries = metadata.decode(read_small(folder, METADATA, limit), sizes)
+    state = read_json(folder, STATE)
     if type(state.get("values")) is not dict:
         raise InvalidCheckpoint.of(STATE, "has no values.")
-    return Opened(path, manifest, entries, state["values"], state.get("config"))
+    return Opened(folder, manifest, entries, state["values"], state.get("config"))
 
 
-def _paths(root: Path, which: str | int | Path) -> list[str]:
-    """Directories to try, in this order. Rank 0 looks for all."""
-    if isinstance(which, Path):
-        return [str(which)]
+def _by_name(which: Location | int) -> bool:
+    """Whether `which` is a checkpoint of the run's own storage."""
+    return isinstance(which, int) or which == "newest"
+
+
+def _names(storage: Storage, which: Location | int) -> list[str]:
+    """Folders of the storage to try, in this order. Rank 0 looks for all."""
+    if isinstance(which, Path) or (isinstance(which, str) and "://" in which):
+        return []
     with suppress(OSError):  # a directory that may only be read has to be enough
-        directory.recover(root)
+        storage.recover()
     if isinstance(which, int):
-        return [str(root / directory_name(which))]
+        return [directory_name(which)]
     if which != "newest":
-        raise ValueError(f"which={which!r}: expected 'newest', a step (int) or a directory (Path).")
-    return [str(path) for _, path in directory.candidates(root)]
+        raise ValueError(f"which={which!r}: expected 'newest', a step (int), a directory (Path) or a URL.")
+    return [folder.name for _, folder in storage.candidates()]
 
 
 # ---------------------------------------------------------------------------------------------------------- comparison
@@ -217,7 +225,7 @@ def _allowed(name: str, allow: Allow) -> bool:
 # ---------------------------------------------------------------------------------------------------------- reading
 
 
-def _plan_reads(opened: Opened, flat: Flat, wanted: set[str], pieces: Pieces) -> list[Read]:
+def plan_reads(opened: Opened, flat: Flat, wanted: set[str], pieces: Pieces) -> list[Read]:
     """What this rank reads. InvalidCheckpoint if an archive is not what the index says, or an element is stored nowhere."""
     reads: list[Read] = []
     with ExitStack() as stack:
@@ -236,7 +244,7 @@ def _plan_reads(opened: Opened, flat: Flat, wanted: set[str], pieces: Pieces) ->
                     place = chunk.file, chunk.start
                     if place not in positions:
                         if chunk.file not in files:
-                            files[chunk.file] = stack.enter_context(open_inside(opened.path, chunk.file))
+                            files[chunk.file] = stack.enter_context(opened.folder.open(chunk.file))
                         positions[place] = _position(files[chunk.file], chunk, entry.dtype)
                     part = target[within(common, box)]
                     covered += part.numel()
@@ -252,10 +260,10 @@ def _position(file: BinaryIO, chunk: Chunk, dtype: torch.dtype) -> int:
     elements = 1
     for n in chunk.shape:
         elements *= n
-    return find_data(file.fileno(), chunk.file, chunk.start, chunk.length, elements * dtype.itemsize)
+    return find_data(file, chunk.file, chunk.start, chunk.length, elements * dtype.itemsize)
 
 
-def _read_all(path: Path, reads: list[Read]) -> None:
+def read_all(folder: Folder, reads: list[Read]) -> None:
     """Fills the tensors, file by file in the order of their bytes."""
     buffer = bytearray()
     ordered = sorted(reads, key=lambda r: (r.chunk.file, r.position))
@@ -264,7 +272,7 @@ def _read_all(path: Path, reads: list[Read]) -> None:
         for read in ordered:
             if file is None or read.chunk.file != name:
                 name = read.chunk.file
-                file = stack.enter_context(open_inside(path, name))
+                file = stack.enter_context(folder.open(name))
             buffer = _read(file, read, buffer)
 
 
@@ -275,6 +283,13 @@ def _read(file: BinaryIO, read: Read, buffer: bytearray) -> bytearray:
     row_bytes = read.dtype.itemsize
     for n in shape[1:]:
         row_bytes *= n
+    if _is_stretch(read, target, shape, part):
+        memory = (ctypes.c_char * target.nbytes).from_address(target.data_ptr())
+        _fill(file, read, memoryview(memory).cast("B"), read.position + part[0].start * row_bytes)
+        target.view(-1)[
+            :0
+        ].zero_()  # writes nothing, and tells everyone who watches the tensor's version that it was written
+        return buffer
     rows = max(1, _BLOCK_BYTES // row_bytes)
     for first in range(part[0].start, part[0].stop, rows):
         count = min(rows, part[0].stop - first)
@@ -287,10 +302,17 @@ def _read(file: BinaryIO, read: Read, buffer: bytearray) -> bytearray:
     return buffer
 
 
+def _is_stretch(read: Read, target: Tensor, shape: tuple[int, ...], part: tuple[slice, ...]) -> bool:
+    """Whether the bytes in the file are those of the target's memory, one after the other: no need for a copy in between."""
+    whole_rows = all((p.start, p.stop) == (0, n) for p, n in zip(part[1:], shape[1:]))
+    return whole_rows and read.dtype == target.dtype and target.device.type == "cpu" and target.is_contiguous()
+
+
 def _fill(file: BinaryIO, read: Read, view: memoryview, position: int) -> None:
+    file.seek(position)
     while view:
-        count = os.preadv(file.fileno(), [view], position)
-        if count == 0:
+        count = file.readinto(view)  # type: ignore[attr-defined]
+        if not count:
             raise InvalidCheckpoint.of(
                 read.chunk.file, f"ends at byte {position}: it was truncated after it was verified."
             )

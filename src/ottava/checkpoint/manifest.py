@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from ottava.checkpoint.digest import digest_of
@@ -19,10 +17,9 @@ from ottava.checkpoint.names import (
     METADATA,
     STATE,
     check_file_name,
-    open_inside,
-    read_small,
     step_of,
 )
+from ottava.checkpoint.storage import Folder, size_of
 
 SCHEMA = "ottava-checkpoint"
 VERSION = 1
@@ -72,10 +69,24 @@ def config_digest(config: Any) -> str:
     return hashlib.blake2b(_canonical(config), digest_size=16).hexdigest()
 
 
-def read_json(directory: Path, name: str) -> dict[str, Any]:
+def read_small(folder: Folder, name: str, most: int) -> bytes:
+    """All bytes of a file that may have at most `most`."""
+    with folder.open(name) as file:
+        size = size_of(file)
+        if size > most:
+            raise InvalidCheckpoint.of(name, f"has {size} bytes; at most {most} are read.")
+        data = b""
+        while len(data) <= most and (block := file.read(most + 1 - len(data))):
+            data += block
+        if len(data) > most:
+            raise InvalidCheckpoint.of(name, f"grows while it is read; at most {most} bytes are.")
+    return data
+
+
+def read_json(folder: Folder, name: str) -> dict[str, Any]:
     """A JSON object from a file of a checkpoint, of at most `MAX_JSON_BYTES`."""
     try:
-        value = json.loads(read_small(directory, name, MAX_JSON_BYTES))
+        value = json.loads(read_small(folder, name, MAX_JSON_BYTES))
     except (
         ValueError,
         RecursionError,
@@ -86,11 +97,10 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
     return value
 
 
-def read_manifest(directory: Path) -> Manifest:
-    """The manifest of the checkpoint in `directory`, checked against itself; its files are not looked at."""
-    if directory.is_symlink() and step_of(directory.name) is not None:
-        raise InvalidCheckpoint.of(directory.name, "is a symbolic link: name the directory it leads to.")
-    body = read_json(directory, MANIFEST)
+def read_manifest(folder: Folder) -> Manifest:
+    """The manifest of a checkpoint, checked against itself; its files are not looked at."""
+    folder.check_kind()
+    body = read_json(folder, MANIFEST)
     if body.get("schema") != SCHEMA or body.get("version") != VERSION:
         found = f"{body.get('schema')!r:.40} version {body.get('version')!r:.20}"
         raise InvalidCheckpoint.of(MANIFEST, f"expected {SCHEMA!r} version {VERSION}, found {found}.")
@@ -102,23 +112,23 @@ def read_manifest(directory: Path) -> Manifest:
         raise InvalidCheckpoint.of(
             MANIFEST, f"was written on a {manifest.byteorder}-endian machine; this one is {sys.byteorder}."
         )
-    if (step := step_of(directory.name)) is not None and step != manifest.step:
+    if (step := step_of(folder.name)) is not None and step != manifest.step:
         raise InvalidCheckpoint.of(MANIFEST, f"is of step {manifest.step}, in a directory of step {step}.")
     return manifest
 
 
-def check_sizes(directory: Path, manifest: Manifest) -> None:
+def check_sizes(folder: Folder, manifest: Manifest) -> None:
     """InvalidCheckpoint unless every file is there, a plain file, and as long as the manifest says."""
     for name, entry in manifest.files.items():
-        with open_inside(directory, name) as file:
-            size = os.fstat(file.fileno()).st_size
+        with folder.open(name) as file:
+            size = size_of(file)
         if size != entry.bytes:
             raise InvalidCheckpoint.of(name, f"has {size} bytes, the manifest says {entry.bytes}.")
 
 
-def check_digest(directory: Path, manifest: Manifest, name: str) -> None:
+def check_digest(folder: Folder, manifest: Manifest, name: str) -> None:
     """InvalidCheckpoint unless the content of a file is what the manifest says."""
-    with open_inside(directory, name) as file:
+    with folder.open(name) as file:
         size, digest = digest_of(file, manifest.hash)
     if (size, digest) != (manifest.files[name].bytes, manifest.files[name].digest):
         raise InvalidCheckpoint.of(

@@ -71,20 +71,6 @@ def open_inside(directory: Path, name: str) -> BinaryIO:
     return os.fdopen(descriptor, "rb", buffering=0)
 
 
-def read_small(directory: Path, name: str, most: int) -> bytes:
-    """All bytes of a file that may have at most `most`."""
-    with open_inside(directory, name) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > most:
-            raise InvalidCheckpoint.of(name, f"has {size} bytes; at most {most} are read.")
-        data = b""
-        while len(data) <= most and (block := file.read(most + 1 - len(data))):
-            data += block
-        if len(data) > most:
-            raise InvalidCheckpoint.of(name, f"grows while it is read; at most {most} bytes are.")
-    return data
-
-
 def sync_directory(path: Path) -> None:
     """Makes the names in a directory durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -1,8 +1,8 @@
 """Where the memory of a parameter lies in the parameter that one process would hold.
 
-    FSDP2, HSDP, x TP     a DTensor says it, in the order of the ranks; `Layout` knows the order of one process
-    DDP, x TP             a plain tensor: the whole, or the part that the module's `layouts` and `tp_rank` say
-    FSDP1, x TP           a stretch of the flattened tensor: up to three boxes of a matrix
+FSDP2, HSDP, x TP     a DTensor says it, in the order of the ranks; `Layout` knows the order of one process
+DDP, x TP             a plain tensor: the whole, or the part that the module's `layouts` and `tp_rank` say
+FSDP1, x TP           a stretch of the flattened tensor: up to three boxes of a matrix
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """What a run is made of, as a state that `Checkpoints` can save and load: the same names and tensors on every mesh.
 
-    checkpoints.save(step, model_state(model, optimizer) | {"step": step})
-    loaded = load_model_state(checkpoints, model, optimizer)
+checkpoints.save(step, model_state(model, optimizer) | {"step": step})
+loaded = load_model_state(checkpoints, model, optimizer)
 
-    model.NAME                       parameters and persistent buffers, as one process names them and orders their rows
-    model.NAME.rowwise_data, ...     weights that are stored in FP8: their bytes and scales
-    delayed.NAME.fwd_scale, ...      delayed scaling, of modules that have used it
-    optimizer.state.NAME.exp_avg     state of the optimizer, by parameter; placed like the parameter
-    optimizer.groups.0.lr            its settings
-    rng.world4-tp2.0.cpu             random streams of rank 0 of 4, for a mesh of the same kind
+model.NAME                       parameters and persistent buffers, as one process names them and orders their rows
+model.NAME.rowwise_data, ...     weights that are stored in FP8: their bytes and scales
+delayed.NAME.fwd_scale, ...      delayed scaling, of modules that have used it
+optimizer.state.NAME.exp_avg     state of the optimizer, by parameter; placed like the parameter
+optimizer.groups.0.lr            its settings
+rng.world4-tp2.0.cpu             random streams of rank 0 of 4, for a mesh of the same kind
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from ottava.checkpoint.placement import Placed, modules_of, placed_parameters
 from ottava.checkpoint.stored_weight import restore_columns
 from ottava.distributed.fsdp import refresh
 from ottava.distributed.random import CudaRNGStatesTracker
+from ottava.nn.rotary import RotaryPositionEmbedding
 from ottava.optimizers import FusedAdam
 from ottava.quant.delayed import DelayedState
 
@@ -111,9 +112,9 @@ def _whole(tensor: Tensor, **options: Any) -> Part:
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Persistent buffers, which are equal on all ranks; those of delayed scaling are for `_delayed`."""
+    """Persistent buffers, which are equal on all ranks. Those of delayed scaling are for `_delayed`; rotary angles are constants."""
     for path, module in modules_of(model):
-        if not isinstance(module, DelayedState):
+        if not isinstance(module, DelayedState | RotaryPositionEmbedding):
             for name, buffer in torch_private.persistent_buffers(module):
                 yield f"{path}.{name}".strip("."), buffer
 
@@ -151,7 +152,9 @@ def complete_state(optimizer: torch.optim.Optimizer) -> None:
         return
     parameters = [p for g in optimizer.param_groups for p in g["params"]]
     gradients = [p.grad for p in parameters]
-    settings: list[dict[str, Any]] = [{k: g[k] for k in ("lr", "weight_decay") if k in g} for g in optimizer.param_groups]
+    settings: list[dict[str, Any]] = [
+        {k: g[k] for k in ("lr", "weight_decay") if k in g} for g in optimizer.param_groups
+    ]
     try:
         for parameter in parameters:
             parameter.grad = None

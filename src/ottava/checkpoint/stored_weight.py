@@ -1,10 +1,10 @@
 """Weights that are stored in FP8 (`quantized_model_init`): their bytes and scales as entries of a state.
 
-    NAME.rowwise_data            uint8 [M, K]; E2M1: [M, K/2]
-    NAME.rowwise_scale_inv       [1], or one a block: [ceil(M/B), ceil(K/B)], [M, ceil(K/B)]
-    NAME.rowwise_amax            [1], where the scheme keeps it
-    NAME.columnwise_data         uint8 [K, M], and
-    NAME.columnwise_scale_inv    [K, ceil(M/B)]: 1-D blocks only; elsewhere the columnwise copy is the transpose
+NAME.rowwise_data            uint8 [M, K]; E2M1: [M, K/2]
+NAME.rowwise_scale_inv       [1], or one a block: [ceil(M/B), ceil(K/B)], [M, ceil(K/B)]
+NAME.rowwise_amax            [1], where the scheme keeps it
+NAME.columnwise_data         uint8 [K, M], and
+NAME.columnwise_scale_inv    [K, ceil(M/B)]: 1-D blocks only; elsewhere the columnwise copy is the transpose
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def _buffers(name: str, local: QuantizedTensor) -> tuple[dict[str, Buffer], int,
     """(buffers by key, first row that this rank holds, shape of what FSDP gathers)."""
     scheme = local.scheme
     if scheme.format == "e2m1" and not scheme.transposable:
-        raise ValueError(f"{name} is stored as {scheme}, whose two copies are packed along different dimensions: use 2-D blocks.")
+        raise ValueError(
+            f"{name} is stored as {scheme}, whose two copies are packed along different dimensions: use 2-D blocks."
+        )
     pack = 2 if scheme.format == "e2m1" else 1
     block = scheme.block
     if isinstance(local, StoredShard):

@@ -1,0 +1,89 @@
+"""What the trainer adds to a step: the loop with all metrics on, against the same forward, backward and optimizer without it.
+
+    python benchmarks/loop_overhead.py [--steps 40] [--json results.json]
+
+One rank on the GPU if there is one, else on the CPU. Both loops take turns in blocks of steps, so that a machine that is busy with
+something else slows both. Reports the median time of a step of each and the difference in per cent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from ottava.train.loop import Loop
+from ottava.train.optimizer import clip_gradients
+from ottava.train.presets import presets
+from ottava.train.world import Place, World
+
+BLOCK = 5  # steps of one loop before it is the other's turn
+
+
+def bare_step(loop: Loop) -> None:
+    """Data, forward, backward, clipping, optimizer: nothing is measured, agreed on or written."""
+    config, model = loop.config.train, loop.model
+    batch = next(loop.batches).to(loop.world.device)
+    for part in batch.split(config.micro_batch):
+        with model.precision():
+            loss = model.module(part.tokens, part.targets, part.documents, reduction="sum")
+        (loss / batch.targets.numel()).backward()
+    clip_gradients(model.module, loop.config.optimizer.clip)
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+def measure(loop: Loop, steps: int, device: torch.device) -> dict[str, float]:
+    """Median seconds of a step: {"bare": ..., "loop": ...}."""
+    seconds: dict[str, list[float]] = {"bare": [], "loop": []}
+    for block in range(-1, steps // BLOCK):  # the first warms up
+        for name, step in (("bare", lambda: bare_step(loop)), ("loop", loop._step)):
+            for _ in range(BLOCK):
+                start = time.perf_counter()
+                step()
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+                if block >= 0:
+                    seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def main() -> None:
+    """Prints the figures."""
+    parser = argparse.ArgumentParser(description="Overhead of the training loop.")
+    parser.add_argument("--steps", type=int, default=40, help="steps of each loop (default: 40)")
+    parser.add_argument("--json", help="file for the figures")
+    options = parser.parse_args()
+    config = presets()["debug"]
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as resources:
+        train = replace(config.train, run=folder, steps=10**6, evaluate_every=0, sample_tokens=0, micro_batch=16)
+        config = replace(
+            config,
+            train=train,
+            checkpoint=replace(config.checkpoint, every=0),
+            metrics=replace(config.metrics, tensorboard=True, prometheus_port=0, console_every=10**6),
+        )
+        world = resources.enter_context(World(Place(0, 1, 0, 1, "localhost", store.port), timeout=600.0))
+        loop = Loop(config, world, resources)
+        found = measure(loop, options.steps, world.device)
+    overhead = found["loop"] / found["bare"] - 1
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    print(
+        f"{device}: a bare step {found['bare'] * 1e3:.1f} ms, with the loop {found['loop'] * 1e3:.1f} ms: {overhead:+.1%}"
+    )
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump({"device": device, "torch": torch.__version__, **found, "overhead": overhead}, file, indent=2)
+
+
+if __name__ == "__main__":
+    main()

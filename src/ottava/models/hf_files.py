@@ -1,0 +1,267 @@
+"""Checkpoints to and from Hugging Face's directories: `config.json` and sharded safetensors, a tensor at a time.
+
+An FP8 export has, for every weight of a linear layer, what the field calls fine-grained FP8:
+
+    NAME.weight              float8_e4m3fn [M, K]
+    NAME.weight_scale_inv    float32 [ceil(M/128), ceil(K/128)]: weight x scale_inv of its block of 128 x 128 is the value
+
+and `quantization_config` in config.json says so. Embedding, head and norms are bfloat16.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ottava import recipe
+from ottava.checkpoint import Reader
+from ottava.checkpoint.boxes import Box
+from ottava.checkpoint.digest import algorithm
+from ottava.checkpoint.files import About, encode_state
+from ottava.checkpoint.names import check_file_name
+from ottava.checkpoint.storage import Location, storage_at
+from ottava.checkpoint.stream import Stream, write_streams
+from ottava.models.hf_llama import Row, config_from_hf, hf_config, hf_shapes, rows
+from ottava.models.llama import LlamaConfig
+from ottava.models.safetensors_file import File, Spec, Writer, shards
+from ottava.quant.quantizer import quantize
+
+__all__ = ["export_hf", "import_hf"]
+
+INDEX, CONFIG = "model.safetensors.index.json", "config.json"
+BLOCK = 128
+SCALE = "_scale_inv"
+_PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": torch.bfloat16}
+_HF = "hf_config"  # where an imported checkpoint's configuration keeps config.json
+
+
+# ------------------------------------------------------------------------------------------------------------------ export
+
+
+def export_hf(
+    checkpoint: Location,
+    out: str | Path,
+    config: LlamaConfig | None = None,
+    *,
+    dtype: str = "bfloat16",
+    max_shard_bytes: int = 5 << 30,
+) -> Path:
+    """Writes the Llama of a checkpoint as a directory that `transformers` loads; returns the directory, which must not exist.
+
+    checkpoint: one that holds `model_state`, as `load_model_state` loads it. config: the model's shape; not needed for what
+    `import_hf` made. dtype: "bfloat16", "float32" or "fp8". One tensor is in memory at a time. The directory appears when it is
+    complete.
+
+        >>> export_hf("run/checkpoints/step-00000100", "my-llama", config, dtype="float32")
+        >>> transformers.AutoModelForCausalLM.from_pretrained("my-llama")
+    """
+    if dtype not in _PLAIN:
+        raise ValueError(f"dtype={dtype!r}: expected one of {', '.join(_PLAIN)}.")
+    target = Path(out).absolute()
+    if target.exists():
+        raise ValueError(f"{target} exists: name a new directory.")
+    reader = Reader(checkpoint)
+    config = config or _own_config(reader)
+    specs = _specs(config, dtype)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
+    folder.mkdir()
+    try:
+        _write_files(folder, specs, _exported(reader, config, dtype), max_shard_bytes)
+        (folder / CONFIG).write_text(json.dumps(_config_json(config, dtype), indent=2) + "\n")
+        os.rename(folder, target)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return target
+
+
+def _own_config(reader: Reader) -> LlamaConfig:
+    found = reader.config.get(_HF) if isinstance(reader.config, dict) else None
+    if not isinstance(found, dict):
+        raise ValueError("The checkpoint does not say which shape its Llama has: pass config=LlamaConfig(...).")
+    return config_from_hf(found)
+
+
+def _quantized(name: str, dtype: str) -> bool:
+    """Whether a tensor of theirs is exported in FP8: the weights of linear layers inside of the blocks."""
+    return dtype == "fp8" and name.endswith("_proj.weight")
+
+
+def _specs(config: LlamaConfig, dtype: str) -> dict[str, Spec]:
+    specs = {}
+    for name, shape in hf_shapes(config).items():
+        if _quantized(name, dtype):
+            specs[name] = Spec(torch.float8_e4m3fn, shape)
+            specs[name + SCALE] = Spec(torch.float32, (-(-shape[0] // BLOCK), -(-shape[1] // BLOCK)))
+        else:
+            specs[name] = Spec(_PLAIN[dtype], shape)
+    return specs
+
+
+def _exported(reader: Reader, config: LlamaConfig, dtype: str) -> Iterator[tuple[str, Tensor]]:
+    """Their tensors, in the order of `_specs`."""
+    for row in rows(config):
+        for name, tensor in row.export(_weight(reader, row)).items():
+            if _quantized(name, dtype):
+                q: Any = quantize(tensor.float(), recipe.Float8BlockScaling(), role="weight", columnwise=False)
+                yield name, q.rowwise_data.view(torch.float8_e4m3fn)
+                yield name + SCALE, q.rowwise_scale_inv
+            else:
+                yield name, tensor.to(_PLAIN[dtype])
+
+
+def _weight(reader: Reader, row: Row) -> Tensor:
+    """Our tensor, whole: the parameter, or the master of one that is stored in FP8."""
+    for name in (f"model.{row.ours}", f"optimizer.state.{row.ours}.master_param"):
+        if name in reader.entries:
+            return reader.read(name)
+    raise ValueError(
+        f"The checkpoint has no model.{row.ours}: is it of a Llama with {row.config.layers} layers, saved with `model_state`?"
+    )
+
+
+def _write_files(
+    folder: Path, specs: dict[str, Spec], tensors: Iterator[tuple[str, Tensor]], max_shard_bytes: int
+) -> None:
+    files = shards(((name, spec.nbytes) for name, spec in specs.items()), max_shard_bytes)
+    placed = {}
+    for i, names in enumerate(files, 1):
+        file = f"model-{i:05d}-of-{len(files):05d}.safetensors"
+        with Writer(folder / file, {name: specs[name] for name in names}) as writer:
+            for name in names:
+                found, tensor = next(tensors)
+                assert found == name
+                writer.add(name, tensor)
+                placed[name] = file
+    total = sum(spec.nbytes for spec in specs.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _config_json(config: LlamaConfig, dtype: str) -> dict[str, Any]:
+    found = {**hf_config(config), "torch_dtype": str(_PLAIN[dtype]).removeprefix("torch.")}
+    if dtype == "fp8":
+        found["quantization_config"] = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+            "modules_to_not_convert": ["lm_head"],
+        }
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------------ import
+
+
+def import_hf(
+    source: str | Path,
+    target: Location,
+    *,
+    step: int = 0,
+    shards: int = 1,
+    block_bytes: int = 64 << 20,
+    **changes: Any,
+) -> Location:
+    """Reads a Llama from Hugging Face's directory `source` into the directory of checkpoints `target`; where the checkpoint is then.
+
+    Weights become float32. Any mesh loads them: `load_model_state(..., relaxed=Relaxed(missing=["optimizer.*"]))`. One tensor is in
+    memory at a time. changes: fields of LlamaConfig, such as pad_vocab_to. step, shards: of the new checkpoint.
+
+        >>> import_hf("my-llama", "run/checkpoints")
+        PosixPath('/home/me/run/checkpoints/step-00000000')
+    """
+    folder = Path(source)
+    described = _json(folder / CONFIG)
+    config = config_from_hf(described, **changes)
+    theirs = _Theirs(folder, described)
+    theirs.check(config)
+    streams = {f"model.{row.ours}": theirs.stream(row) for row in rows(config)}
+    state = encode_state({}, {_HF: {**hf_config(config)}})
+    about = About(step, shards, [{"shards": shards}], algorithm(None))
+    return write_streams(storage_at(target), about, streams, state, shards, block_bytes)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ValueError(f"{path.parent} has no {path.name}: is it a model of Hugging Face?") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path.name} is not a JSON object.")
+    return found
+
+
+class _Theirs:
+    """The tensors of a directory of Hugging Face, FP8 ones dequantized."""
+
+    def __init__(self, folder: Path, described: Mapping[str, Any]) -> None:
+        quantization = described.get("quantization_config") or {}
+        if quantization and quantization.get("quant_method") != "fp8":
+            raise ValueError(f"{folder.name}: cannot read weights quantized by {quantization.get('quant_method')!r}.")
+        self._block = tuple(quantization.get("weight_block_size") or (BLOCK, BLOCK))
+        single, index = folder / "model.safetensors", folder / INDEX
+        names = [single.name] if single.exists() and not index.exists() else sorted(set(_weight_map(index).values()))
+        self._file_of = {name: file for n in names for file in [File(folder / n)] for name in file.specs}
+        self._held: tuple[str, Tensor] | None = None
+
+    def check(self, config: LlamaConfig) -> None:
+        """ValueError with the names of tensors that are missing, unknown or misshapen."""
+        shapes = hf_shapes(config)
+        unknown = sorted(
+            name
+            for name in self._file_of
+            if name.removesuffix(SCALE) not in shapes
+            and not name.endswith("rotary_emb.inv_freq")
+            and not (config.tie_embeddings and name == "lm_head.weight")
+        )
+        missing = sorted(set(shapes) - set(self._file_of))
+        if missing or unknown:
+            raise ValueError(
+                f"These are not the weights of a Llama with {config.layers} layers: missing {missing[:4]} ({len(missing)} in all), "
+                f"unknown {unknown[:4]} ({len(unknown)} in all)."
+            )
+        for name, shape in shapes.items():
+            found = self._file_of[name].specs[name].shape
+            if found != shape:
+                raise ValueError(f"{name} must have the shape {shape} for this config, got {found}.")
+
+    def stream(self, row: Row) -> Stream:
+        """Our tensor of this row, made of theirs when it is read."""
+        shape = tuple(
+            row.load({n: torch.empty(self._file_of[n].specs[n].shape, device="meta") for n in row.theirs}).shape
+        )
+        return Stream(torch.float32, shape, lambda box: self._read(row, box))
+
+    def _read(self, row: Row, box: Box) -> Tensor:
+        if self._held is None or self._held[0] != row.ours:  # boxes of a tensor come one after the other
+            self._held = None
+            self._held = (row.ours, row.load({name: self._tensor(name) for name in row.theirs}))
+        offset, shape = box
+        return self._held[1][tuple(slice(o, o + n) for o, n in zip(offset, shape))].clone()
+
+    def _tensor(self, name: str) -> Tensor:
+        tensor = self._file_of[name].read(name).float()
+        scale = self._file_of.get(name + SCALE)
+        if scale is None:
+            return tensor
+        of_block = scale.read(name + SCALE).float()
+        for dim, size in enumerate(self._block):
+            of_block = of_block.repeat_interleave(size, dim).narrow(dim, 0, tensor.shape[dim])
+        return tensor * of_block
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    found = _json(index).get("weight_map")
+    if not isinstance(found, dict):
+        raise ValueError(f"{index.name} has no weight_map.")
+    return {name: check_file_name(file, index.name) for name, file in found.items()}
