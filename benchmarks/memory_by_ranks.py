@@ -32,9 +32,9 @@ def main() -> None:
     """Prints a line for each number of ranks, in GiB."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--recipe", choices=list(RECIPES), default="current")
-    parser.add_argument("--recompute", choices=["none", "selective", "full"], default="none")
+    parser.add_argument("--recompute", choices=["none", "selective", "full"], default="full")
     parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--sequence", type=int, default=4096, help="tokens of a rank's microbatch")
+    parser.add_argument("--sequence", type=int, default=1024, help="tokens of a rank's microbatch")
     parser.add_argument("--layers", type=int, default=CONFIG.layers)
     options = parser.parse_args()
     config = LlamaConfig(**{**vars(CONFIG), "layers": options.layers})

@@ -183,18 +183,25 @@ def split_tensors(
             if isinstance(module, QuantizedModule):
                 bulk = overlap != "none"
                 module.overlap = replace(module.overlap, bulk_dgrad=bulk, bulk_wgrad=bulk)
-    _split_below(model, tp_mesh, weight_mesh, path="")
+    _split_below(model, tp_mesh, weight_mesh, "", {})
     return model
 
 
-def _split_below(module: nn.Module, tp_mesh: DeviceMesh, weight_mesh: DeviceMesh | None, path: str) -> None:
+def _split_below(
+    module: nn.Module,
+    tp_mesh: DeviceMesh,
+    weight_mesh: DeviceMesh | None,
+    path: str,
+    shared: dict[nn.Parameter, nn.Parameter],
+) -> None:
+    """shared: whole parameters that several modules may hold, and what has become of them."""
     if hasattr(module, "set_device_mesh"):
         module.set_device_mesh(tp_mesh, weight_mesh)  # type: ignore[operator]
         return
     if any(True for _ in module.parameters(recurse=False)):
-        _replicate(module, tp_mesh, path)
+        _replicate(module, tp_mesh, path, shared)
     for name, child in module.named_children():
-        _split_below(child, tp_mesh, weight_mesh, f"{path}.{name}".strip("."))
+        _split_below(child, tp_mesh, weight_mesh, f"{path}.{name}".strip("."), shared)
 
 
 def _set_sequence_parallel(model: nn.Module, on: bool) -> None:
@@ -215,7 +222,7 @@ def _set_sequence_parallel(model: nn.Module, on: bool) -> None:
             module.sequence_parallel = on  # type: ignore[assignment]
 
 
-def _replicate(module: nn.Module, mesh: DeviceMesh, path: str) -> None:
+def _replicate(module: nn.Module, mesh: DeviceMesh, path: str, shared: dict[nn.Parameter, nn.Parameter]) -> None:
     """All parameters on every rank; a module of torch that computes with DTensors inside and plain tensors outside."""
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -227,7 +234,6 @@ def _replicate(module: nn.Module, mesh: DeviceMesh, path: str) -> None:
             f"{path or type(module).__name__} holds the parameters {', '.join(names)} itself, beside other modules. Tensor parallelism "
             "needs to see where they are used: move each into a module of its own, or place them with torch's distribute_tensor."
         )
-    shared: dict[nn.Parameter, nn.Parameter] = vars(mesh).setdefault("_ottava_replicated", {})
     for name in names:
         whole = getattr(module, name)
         if whole not in shared:
