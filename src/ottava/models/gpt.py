@@ -57,6 +57,11 @@ class GPTConfig:
             raise ValueError(f"GPTConfig: dropout is a probability below 1, got {self.dropout}.")
 
     @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the vocabulary with its padding."""
+        return -(-self.vocab_size // self.pad_vocab_to) * self.pad_vocab_to
+
+    @property
     def head_channels(self) -> int:
         """Channels of one head."""
         return self.hidden_size // self.heads

@@ -56,6 +56,11 @@ class LlamaConfig:
             )
 
     @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the vocabulary with its padding."""
+        return -(-self.vocab_size // self.pad_vocab_to) * self.pad_vocab_to
+
+    @property
     def head_channels(self) -> int:
         """Channels of one head."""
         return self.hidden_size // self.heads

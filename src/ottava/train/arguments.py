@@ -38,7 +38,7 @@ def parse(arguments: list[str], prog: str = "ottava train") -> tuple[Config, boo
 
     Prints what is wrong and exits with code 2 if something is; prints help and exits with 0 for --help.
 
-        >>> config, dry_run = parse(["llama3-8b", "--parallel.tp", "2", "--train.steps", "100"])
+        >>> config, dry_run = parse(["llama3-8b", "--parallel.tp", "2", "--train.steps", "5000"])
     """
     try:
         import tyro

@@ -1,12 +1,77 @@
-"""`ottava train CONFIG --dry-run`: what would run, without running it."""
+"""`ottava train CONFIG --dry-run`: what would run, without running it. Nothing is allocated and no rank is started."""
 
 from __future__ import annotations
 
+import torch
+
+from ottava.distributed import ParallelPlan
+from ottava.models import CausalLM
+from ottava.train.arguments import to_toml
 from ottava.train.config import Config
+from ottava.train.model import construct
+from ottava.train.summary import table
+from ottava.train.tokenize import ByteTokenizer
+from ottava.train.world import Place, local_ranks
+
+GIB = 2.0**30
+SAVED_BYTES = 34
+"""Of activations that a layer keeps for backward, a token and channel, in units of the activation type's half: measured rule of thumb
+for a transformer layer with flash attention (Korthikanti et al., 2022), without what FP8 saves."""
 
 
 def describe(config: Config) -> str:
-    """Text."""
-    from ottava.train.arguments import to_toml
+    """The resolved configuration, the mesh, the size of the model, memory of a rank, and what would run.
 
-    return to_toml(config)
+    >>> print(describe(preset("llama3-8b")))
+    """
+    place = Place.from_torchrun()
+    ranks = place.size if place is not None else local_ranks(config.parallel.ranks)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    plan = config.plan(device).resolve(ranks)
+    model = construct(config, config.model.vocab_size or ByteTokenizer.vocab_size)
+    dp, train = plan.dp_replicate * plan.dp_shard, config.train
+    micro = train.global_batch / (dp * train.micro_batch)
+    rows: list[tuple[str, ...]] = [
+        ("ranks", f"{ranks} x {device}" + (" (torchrun)" if place is not None else "")),
+        ("mesh", f"dp_replicate {plan.dp_replicate} x dp_shard {plan.dp_shard} x tp {plan.tp}, {plan.strategy}"),
+        ("parameters", f"{model.num_parameters():,} ({model.num_parameters(tables=False):,} without embedding tables)"),
+        ("tokens a step", f"{train.global_batch * config.data.length:,} in {micro:g} microbatches a rank"),
+        ("tokens in all", f"{train.global_batch * config.data.length * train.steps:,}"),
+        ("products", config.precision.recipe if config.precision.recipe != "none" else str(plan.param_dtype)),
+        ("run", str(config.run_folder)),
+    ]
+    parts = memory(config, model, plan, device)
+    estimate = [(name, f"{size / GIB:8.2f} GiB") for name, size in parts.items()]
+    total = ("in all, about", f"{sum(parts.values()) / GIB:8.2f} GiB")
+    return f"{to_toml(config)}\n{table(rows)}\n\nMemory of a rank, estimated\n{table([*estimate, total])}"
+
+
+def memory(config: Config, model: CausalLM, plan: ParallelPlan, device: str) -> dict[str, float]:
+    """Bytes of a rank by what they are for: an estimate from sizes alone.
+
+    >>> sum(memory(config, construct(config, 257), plan.resolve(8), "cuda").values()) / 2**30
+    """
+    count, shape, train = model.num_parameters(), config.model, config.train
+    sharded = plan.dp_shard if plan.strategy in ("fsdp2", "fsdp1") else 1
+    held = count / (sharded * plan.tp)
+    weight = torch.finfo(getattr(torch, config.precision.weights)).bits / 8
+    if config.precision.fp8_weights:
+        weight = 1.0
+    masters = 4.0 if weight < 4 and config.optimizer.name == "fused_adam" else 0.0
+    wire = 1.0 if config.precision.recipe != "none" else torch.finfo(plan.param_dtype).bits / 8
+    layer = count / plan.tp / shape.layers  # embeddings count as a part of each, so this is on the safe side
+    activation = torch.finfo(plan.param_dtype).bits / 16  # of the 16 bits that the rule of thumb is for
+    tokens = train.micro_batch * config.data.length
+    kept = {"none": SAVED_BYTES, "selective": SAVED_BYTES * 0.6, "full": 2.0}[plan.recompute]
+    logits = min(tokens * (shape.vocab_size or 257) / plan.tp, train.max_logits)
+    accumulates = train.global_batch > plan.dp_replicate * plan.dp_shard * train.micro_batch
+    return {
+        "weights": held * weight,
+        "FP8 copies": held if plan.strategy == "fsdp2" and config.precision.recipe != "none" and weight > 1 else 0.0,
+        "gradients": held * 4.0,
+        "optimizer": held * (8.0 + masters),
+        "gathered layers": layer * wire * (1 + plan.prefetch) * (2 if sharded > 1 else 0),
+        "unreduced gradients": count / plan.tp * 4.0 if accumulates and sharded > 1 else 0.0,
+        "activations": shape.layers * tokens * shape.hidden_size * kept * activation / plan.tp,
+        "logits": logits * (4.0 + 2 * activation),
+    }

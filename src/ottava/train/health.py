@@ -51,6 +51,11 @@ class Health:
             )
         return "roll back"
 
+    @property
+    def trusted(self) -> bool:
+        """Whether the last step was finite: weights that are suspect are no checkpoint to go back to."""
+        return self._in_a_row == 0
+
     def rolled_back(self) -> None:
         """The weights are those of the last checkpoint again."""
         self.rollbacks += 1

@@ -134,9 +134,9 @@ def _wait(processes: Sequence[Any], stop: _Stop) -> int:
     """Until all ranks have ended. Returns the one whose exit code counts: the first that failed, or 0."""
     first: int | None = None
     deadline: float | None = None
-    while any(process.is_alive() for process in processes):
+    while running := [process.sentinel for process in processes if process.is_alive()]:
         left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-        wait([p.sentinel for p in processes if p.is_alive()], timeout=left)
+        wait(running, timeout=left)
         failed = [rank for rank, p in enumerate(processes) if p.exitcode not in (None, 0)]
         if failed and first is None:
             first, deadline = failed[0], time.monotonic() + GRACE_S

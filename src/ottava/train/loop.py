@@ -73,13 +73,15 @@ class Loop:
         self.config, self.world = config, world
         self.data, self.validation = open_data(config, world)
         self.tokenizer = open_tokenizer(config, self.data) if config.train.sample_tokens else None
+        if (config.model.vocab_size or self.data.vocab_size) < self.data.vocab_size:
+            raise ValueError(
+                f"model.vocab_size ({config.model.vocab_size}) is below the {self.data.vocab_size} tokens of the data's tokenizer."
+            )
         self.model = SpreadModel(config, self.data.vocab_size, world.device)
         self._check_batch()
         self.optimizer = make_optimizer(config, self.model.module, self.model.decaying)
         self.model.renew_copies_after(self.optimizer)
-        if world.leads:
-            run_folder.prepare(config)
-        world.barrier()
+        world.lead(lambda: run_folder.prepare(config))
         self.state = RunState(config, self.model, self.optimizer)
         resources.callback(self.state.checkpoints.close)
         self.done = self._resume()
@@ -100,7 +102,7 @@ class Loop:
         config = self.config.train
         while self.done < config.steps:
             self.clock.restart()
-            if self._due(self.config.checkpoint.every) and self.done != self.state.checkpoints.last_saved:
+            if self._due(self.config.checkpoint.every) and self._worth_saving():
                 with self.clock("checkpoint"):
                     self.watchdog.beat(self.done, "checkpoint")
                     self.state.save(self.done)
@@ -149,7 +151,8 @@ class Loop:
         model.seed_step(step)
         parts = batch.split(config.micro_batch)
         # Data-parallel ranks average gradients; the mean wanted is that over the tokens of the global batch.
-        weight = model.meshes.dp_size / self._count(batch)
+        tokens = self._count(batch)
+        weight = model.meshes.dp_size / tokens
         total = torch.zeros((), dtype=torch.float64, device=device)
         for i, part in enumerate(parts):
             first = None if len(parts) == 1 or config.compile else i == 0
@@ -172,9 +175,9 @@ class Loop:
         with self.clock("optimizer"):
             norm = clip_gradients(model.module, self.config.optimizer.clip)
         self.watchdog.beat(step, "agreement")
-        tokens = self._count(batch) * self.world.size / model.meshes.dp_size  # tp ranks count the same tokens
         loss_sum, stops = self.world.sum([total.item(), float(self.stop.requested)])
-        return Step(loss_sum / tokens, norm, stops > 0)
+        replicas = self.world.size / model.meshes.dp_size  # tp ranks have the same tokens, each a loss of them
+        return Step(loss_sum / replicas / tokens, norm, stops > 0)
 
     def _count(self, batch: Batch) -> float:
         """Tokens of the global batch that have a target."""
@@ -188,6 +191,9 @@ class Loop:
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.done > 0 and self.done % every == 0
+
+    def _worth_saving(self) -> bool:
+        return self.done != self.state.checkpoints.last_saved and self.health.trusted
 
     def _look_at_the_model(self) -> float | None:
         """Validation loss and a sample, where they are due."""
@@ -240,7 +246,12 @@ class Loop:
             return 0
         for rejected in loaded.rejected:
             self.say(f"{rejected.path} cannot be used: {rejected.reason}")
-        self.say(f"Resuming from {loaded.path}: {loaded.step} of {self.config.train.steps} steps are done.")
+        steps = self.config.train.steps
+        self.say(f"Resuming from {loaded.path}: {loaded.step} of {steps} steps are done.")
+        if loaded.step >= steps:
+            self.say(
+                f"Nothing is left to do. Go on with --train.steps {2 * steps}, or start anew with --train.run FOLDER."
+            )
         return loaded.step
 
     def _prefetch(self) -> Prefetch[Batch]:
@@ -292,7 +303,7 @@ def open_data(config: Config, world: World) -> tuple[Data, Data | None]:
     files: Any = section.files
     if not files:
         cache = Path(section.cache).expanduser()
-        world.share(world.leads and str(standard_library(cache)))  # the others wait, and then find it
+        world.lead(lambda: standard_library(cache))  # the others wait, and then find it
         files = [standard_library(cache)]
     options: dict[str, Any] = {
         "length": section.length,

@@ -93,6 +93,9 @@ class SpreadModel:
                 yield
         finally:
             self.module.train(training)
+            for module in self.module.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # where forward leaves weights gathered, it is backward that would have freed them
             for state, buffers in zip((s for s in self._delayed() if s.used), kept):
                 for name, value in buffers.items():
                     getattr(state, name).copy_(value)

@@ -34,10 +34,10 @@ class Recorder:
         self.path = config.run_folder / FILE
         self.bound = _bound(config, world, model)
         self._event: str | None = None
+        self._attempt = 0
         self._metrics: Metrics | None = None
-        if world.leads and done < config.train.steps:
-            self._attempt = next_attempt(config.run_folder)
-            self._metrics = Metrics(config.run_folder, _sinks(config), first_step=done + 1)
+        if done < config.train.steps:
+            self._metrics = world.lead(lambda: self._open(done))
 
     def record(
         self,
@@ -82,6 +82,10 @@ class Recorder:
                 **split,  # type: ignore[arg-type]
             )
         )
+
+    def _open(self, done: int) -> Metrics:
+        self._attempt = next_attempt(self.config.run_folder)
+        return Metrics(self.config.run_folder, _sinks(self.config), first_step=done + 1)
 
     def rewind(self, done: int, event: str) -> None:
         """The run went back to where `done` steps are done; the next line says why."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 LEAST_TIMEOUT_S = 60.0
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,21 @@ class World:
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
 
-    def barrier(self) -> None:
-        """Until all ranks are here."""
-        self.sum([0.0])
+    def lead(self, work: Callable[[], T]) -> T | None:
+        """`work()` in the leading rank alone, and its result there. A ValueError or OSError of it is raised in every rank.
+
+        >>> world.lead(lambda: folder.mkdir(parents=True))
+        """
+        result, failure = None, None
+        if self.leads:
+            try:
+                result = work()
+            except (ValueError, OSError) as error:
+                failure = str(error)
+        failure = self.share(failure)
+        if failure is not None:
+            raise ValueError(failure)
+        return result
 
     def _reduce(self, values: Sequence[float], how: Any) -> list[float]:
         if self.size == 1:

@@ -1,0 +1,62 @@
+"""`ottava train`, `data`, `report` and `checkpoint` as a user types them, without starting ranks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from ottava.checkpoint import Checkpoints
+from ottava.cli.main import main
+from ottava.train.token_file import TokenFile
+
+
+def test_an_unknown_key_is_exit_2_with_the_nearest_name(capsys, tmp_path):
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", "--train.stepz", "3"])
+    assert stopped.value.code == 2 and "--train.steps" in capsys.readouterr().err
+    path = tmp_path / "run.toml"
+    path.write_text("[train]\nstepz = 3\n")
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", str(path)])
+    assert stopped.value.code == 2 and "Did you mean 'steps'?" in capsys.readouterr().err
+
+
+def test_an_impossible_plan_is_exit_2(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", "--parallel.tp", "2", "--parallel.strategy", "ddp"])
+    assert stopped.value.code == 2 and "fsdp2" in capsys.readouterr().err
+
+
+def test_a_dry_run_shows_mesh_size_and_memory(capsys):
+    assert main(["train", "llama3-8b", "--parallel.ranks", "16", "--parallel.tp", "2", "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert "dp_replicate 1 x dp_shard 8 x tp 2, fsdp2" in text and "8,030,261,248" in text
+    assert "hidden_size = 4096" in text and "Memory of a rank" in text
+
+
+def test_tokenize(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"body": "hello"}) + "\n")
+    words = ["data", "tokenize", str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "a.tokens")]
+    assert main([*words, "--field", "body"]) == 0
+    assert TokenFile(tmp_path / "a.tokens").count == 6 and "6 tokens in 1 documents" in capsys.readouterr().out
+    assert main(words) == 2 and "no text in the field 'text'" in capsys.readouterr().err
+
+
+def test_report(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n')
+    assert main(["report", str(tmp_path)]) == 0
+    assert "<svg" in (tmp_path / "report.html").read_text()
+    assert main(["report", str(tmp_path / "nothing")]) == 2 and "is not a run" in capsys.readouterr().err
+
+
+def test_checkpoints_are_listed_and_verified(tmp_path, capsys):
+    Checkpoints(tmp_path / "checkpoints").save(3, {"w": torch.ones(4)})
+    assert main(["checkpoint", "ls", str(tmp_path)]) == 0 and "step-00000003" in capsys.readouterr().out
+    assert main(["checkpoint", "verify", str(tmp_path)]) == 0
+    (shard,) = (tmp_path / "checkpoints" / "step-00000003").glob("*.distcp")
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    capsys.readouterr()
+    assert main(["checkpoint", "verify", str(tmp_path)]) == 4 and "BAD" in capsys.readouterr().out
+    assert main(["checkpoint", "ls", str(tmp_path / "nowhere")]) == 2

@@ -1,0 +1,253 @@
+"""The loop in real ranks: it learns, it resumes bit for bit, it ends with the right code."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from distributed.ranks import Ranks
+from ottava.train import exits
+from ottava.train.config import Config, GateSection
+from ottava.train.report import write_report
+from train.runs import lines, samples, tiny, train
+
+EXACT = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
+
+
+class Cluster:
+    """Ranks and the store they meet at."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def run(self, config: Config, **options: Any) -> int:
+        """Exit code, the same in all ranks; the message goes to `said`."""
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        answers = self.ranks.run(_train, config, store.port, options, timeout=240)
+        self.said = next((text for _, text in answers if text), "")
+        codes = {code for code, _ in answers}
+        assert len(codes) == 1, answers
+        return codes.pop()
+
+
+def _train(config: Config, port: int, options: dict[str, Any]) -> tuple[int, str]:
+    return train(config, port, **options)
+
+
+@pytest.fixture(scope="module")
+def two():
+    with Ranks(2) as ranks:
+        yield Cluster(ranks)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def whole(two, folder) -> Config:
+    """A run that nothing happened to."""
+    config = tiny(folder, "whole")
+    assert two.run(config) == exits.DONE, two.said
+    return config
+
+
+def exact(config: Config) -> list[dict[str, Any]]:
+    return [{key: line.get(key) for key in EXACT} for line in lines(config)]
+
+
+def test_a_line_a_step_with_the_promised_keys(whole):
+    found = lines(whole)
+    assert [line["step"] for line in found] == list(range(1, 11))
+    promised = "step loss grad_norm lr tokens tokens_per_s step_s tflops_per_gpu mfu_basis peak_reserved_gib"
+    parts = "data_s forward_s backward_s optimizer_s checkpoint_s"
+    for line in found:
+        assert set(promised.split()) | set(parts.split()) <= set(line)
+        assert all(0 <= line[part] <= line["step_s"] for part in parts.split())
+    assert found[-1]["tokens"] == 10 * 8 * 32
+    assert found[-1]["loss"] < found[0]["loss"] - 0.3
+    assert [line["step"] for line in found if "validation_loss" in line] == [5, 10]
+
+
+def test_the_folder_of_a_run(whole):
+    folder = whole.run_folder
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["outcome"] == "done" and summary["step"] == 10 and summary["gates"] == []
+    assert summary["perplexity"] == pytest.approx(math.exp(summary["validation_loss"]))
+    assert (folder / "checkpoints" / "step-00000010" / "manifest.json").is_file()
+    looks = [json.loads(line) for line in (folder / "fp8.jsonl").read_text().splitlines()]
+    assert [look["step"] for look in looks] == [5, 10]
+    tensors = looks[0]["tensors"]
+    names = [
+        f"layers.{layer}.{tensor}.{role}"
+        for layer in (0, 1)
+        for tensor in ("self_attention.layernorm_qkv", "self_attention.proj", "layernorm_mlp", "layernorm_mlp.fc2")
+        for role in ("input", "weight", "grad")
+    ]
+    assert sorted(tensors) == sorted(names)
+    for figures in tensors.values():
+        assert 0 <= figures["underflow"] < 0.5 and 0 < figures["saturated"] < 0.5 and figures["amax"] > 0
+        # One scale a tensor: amax lands on the format's largest number.
+        assert figures["amax"] * figures["scale"] == pytest.approx(448, rel=1e-5) or figures["amax"] * figures[
+            "scale"
+        ] == pytest.approx(57344, rel=1e-5)
+
+
+def test_a_report_of_the_run(whole, tmp_path):
+    page = write_report([whole.run_folder], tmp_path / "report.html").read_text()
+    assert "FP8 health: whole" in page and "Where a step" in page
+
+
+def test_the_learning_rate_and_the_samples_follow_the_configuration(whole):
+    assert [line["lr"] for line in lines(whole)][:3] == pytest.approx(
+        [1.5e-3, 3e-3, 3e-3 * (0.1 + 0.9 * 0.961940)], rel=1e-5
+    )
+    seen = [samples(whole, step) for step in range(10)]
+    assert all(len(some) == 8 for some in seen) and len(set.union(*seen)) == 80
+
+
+@pytest.mark.parametrize(
+    "name,sections",
+    [
+        ("Float8CurrentScaling", {}),
+        ("DelayedScaling", {"precision": {"recipe": "DelayedScaling"}}),
+        ("dropout", {"model": {"architecture": "gpt", "dropout": 0.1}, "data": {"document_mask": True}}),
+    ],
+)
+def test_a_run_that_died_goes_on_bit_for_bit_without_losing_a_sample(two, folder, whole, name, sections):
+    if sections:
+        whole = tiny(folder, f"whole-{name}", **sections)
+        assert two.run(whole) == exits.DONE, two.said
+    config = tiny(folder, f"died-{name}", **sections)
+    assert two.run(config, die_at=6) == -9
+    assert [line["step"] for line in lines(config)] == [1, 2, 3, 4, 5, 6]
+    for path in config.run_folder.glob("seen-*.txt"):
+        path.unlink()
+    assert two.run(config) == exits.DONE, two.said
+    assert exact(config) == exact(whole)
+    assert [line["attempt"] for line in lines(config)] == [0] * 4 + [1] * 6
+    for step in range(4, 10):
+        assert samples(config, step) == samples(whole, step)
+
+
+def test_on_one_rank_it_goes_on_with_the_same_samples(two, folder, whole):
+    config = tiny(folder, "fewer-ranks")
+    assert two.run(config, die_at=9) == -9
+    for path in config.run_folder.glob("seen-*.txt"):
+        path.unlink()
+    with Ranks(1) as one:
+        alone = Cluster(one)
+        assert alone.run(config) == exits.DONE, alone.said
+    for ours, theirs in zip(exact(config), exact(whole), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours["tokens"] == theirs["tokens"]
+    assert samples(config, 8) == samples(whole, 8) and samples(config, 9) == samples(whole, 9)
+
+
+def test_a_gate_that_fails_is_exit_code_3(two, folder, capfd):
+    config = replace(
+        tiny(folder, "gate", train={"steps": 4}),
+        gate=GateSection(max_reserved_gib=0.001, warmup_steps=1),
+    )
+    assert two.run(config) == exits.GATE_FAILED
+    (gate,) = json.loads((config.run_folder / "summary.json").read_text())["gates"]
+    assert gate["name"] == "max_reserved_gib" and gate["limit"] == 0.001 and not gate["passed"] and gate["value"] > 0.1
+
+
+def test_mfu_of_an_unknown_device_cannot_be_a_gate(two, folder):
+    config = replace(tiny(folder, "no-mfu"), gate=GateSection(min_mfu=0.4, warmup_steps=1))
+    assert two.run(config) == exits.WRONG_USAGE
+    assert "--metrics.measure-peak" in two.said
+
+
+def test_another_run_in_the_same_folder_is_refused(two, whole):
+    assert two.run(replace(whole, train=replace(whole.train, seed=7))) == exits.WRONG_USAGE
+    assert "train.seed was 1234, now 7" in two.said
+
+
+def test_a_loss_that_stays_non_finite_is_exit_code_5(two, folder):
+    config = tiny(folder, "nan", optimizer={"lr": 1e30}, health={"retries": 1}, checkpoint={"every": 1})
+    assert two.run(config) == exits.NON_FINITE
+    assert json.loads((config.run_folder / "summary.json").read_text())["outcome"] == "non-finite loss"
+
+
+def test_a_passing_nan_is_skipped(two, folder, whole):
+    config = tiny(folder, "passing", train={"steps": 6}, health={"retries": 1})
+    assert two.run(config, nan_at=(4,)) == exits.DONE, two.said
+    found = lines(config)
+    assert found[4]["event"] == "skipped: non-finite loss" and found[4]["loss"] is None
+    assert found[5]["loss"] is not None and found[5]["loss"] != lines(whole)[5]["loss"]
+
+
+def test_more_in_a_row_than_allowed_roll_back(two, folder, whole):
+    config = tiny(folder, "passing-two", health={"retries": 1})
+    assert two.run(config, nan_at=(7, 8)) == exits.DONE, two.said
+    found = lines(config)
+    assert [line["step"] for line in found] == list(range(1, 11))
+    # Steps 8 and 9 are two in a row. There is no checkpoint of step 8, which was skipped: back to that of step 4, and all over again.
+    assert found[4]["event"] == "rolled back from step 9: not finite"
+    assert exact(config) == exact(whole)
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_none_left_is_exit_code_4(two, folder):
+    config = tiny(folder, "damaged", train={"steps": 8})
+    assert two.run(config) == exits.DONE
+    longer = replace(config, train=replace(config.train, steps=9))
+    newest, _ = sorted((config.run_folder / "checkpoints").glob("step-*"), reverse=True)
+    for path in newest.glob("*.distcp"):
+        path.write_bytes(path.read_bytes()[:-7])
+    assert two.run(longer) == exits.DONE
+    assert lines(longer)[-1]["step"] == 9 and [line["attempt"] for line in lines(longer)] == [0] * 4 + [1] * 5
+    for path in (config.run_folder / "checkpoints").glob("step-*/*.distcp"):
+        path.write_bytes(b"")
+    assert two.run(replace(config, train=replace(config.train, steps=10))) == exits.NO_CHECKPOINT
+    assert "No usable checkpoint" in two.said
+
+
+def test_a_global_batch_that_ranks_cannot_share(two, folder):
+    config = tiny(folder, "batch", train={"global_batch": 6})
+    assert two.run(config) == exits.WRONG_USAGE
+    assert "train.global_batch (6)" in two.said and "2 data-parallel ranks" in two.said
+
+
+@pytest.mark.parametrize(
+    "name,sections",
+    [
+        ("ddp", {"parallel": {"strategy": "ddp"}}),
+        ("fsdp1", {"parallel": {"strategy": "fsdp1"}}),
+        ("tp", {"parallel": {"tp": 2}}),
+        ("sequence-parallel", {"parallel": {"tp": 2, "sequence_parallel": True}}),
+        ("recompute", {"parallel": {"recompute": "full", "reshard_after_forward": False}}),
+        ("fused_adam", {"optimizer": {"name": "fused_adam"}, "train": {"deterministic": True}}),
+    ],
+)
+def test_other_plans_train_the_same_and_resume(two, folder, whole, name, sections):
+    config = tiny(folder, name, **sections)
+    assert two.run(config, die_at=5) == -9, two.said
+    assert two.run(config) == exits.DONE, two.said
+    losses, wanted = ([line["loss"] for line in lines(c)] for c in (config, whole))
+    assert losses == pytest.approx(wanted, rel=2e-4)
+
+
+@pytest.mark.parametrize(
+    "name,sections",
+    [
+        ("fp8-weights", {"optimizer": {"name": "fused_adam"}, "precision": {"fp8_weights": True}}),
+        ("mxfp8", {"precision": {"recipe": "MXFP8BlockScaling"}}),
+        ("plain", {"precision": {"recipe": "none"}, "train": {"z_loss": 1e-4}}),
+    ],
+)
+def test_other_precisions_resume_bit_for_bit(two, folder, name, sections):
+    wanted, config = tiny(folder, f"{name}-whole", **sections), tiny(folder, name, **sections)
+    assert two.run(wanted) == exits.DONE, two.said
+    assert two.run(config, die_at=5) == -9, two.said
+    assert two.run(config) == exits.DONE, two.said
+    assert exact(config) == exact(wanted)
+    assert lines(config)[-1]["loss"] < lines(config)[0]["loss"] - 0.3
