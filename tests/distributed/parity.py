@@ -67,15 +67,15 @@ class Case:
 def build(name: str, width: int = 256) -> nn.Module:
     """On the meta device. tp up to 4 divides heads, groups, ffn and vocabulary."""
     if name == "llama":
-        config = LlamaConfig(256, width, 2 * width, layers=2, heads=4, kv_heads=4, max_length=32)
+        config = LlamaConfig(256, width, 2 * width, layers=2, heads=4, kv_heads=4, max_length=16)
         return Llama(config, device="meta")
-    plain = GPTConfig(256, width, 2 * width, layers=2, heads=4, max_length=32, dropout=0.0, tie_embeddings=True)
+    plain = GPTConfig(256, width, 2 * width, layers=2, heads=4, max_length=16, dropout=0.0, tie_embeddings=True)
     return GPT(plain, device="meta")
 
 
 def batch_of(step: int, size: int) -> Tensor:
-    """Tokens [size, 33] of a step, the same everywhere."""
-    return torch.randint(256, (size, 33), generator=torch.Generator().manual_seed(step))
+    """Tokens [size, 17] of a step, the same everywhere."""
+    return torch.randint(256, (size, 17), generator=torch.Generator().manual_seed(step))
 
 
 def scales(model: nn.Module) -> dict[str, Tensor]:
