@@ -164,10 +164,11 @@ def _serve(pipe: Connection, rank: int, world_size: int, backend: str, threads: 
             )
             result = function(*args)
             answer = (result, None, None)
+            dist.destroy_process_group()  # before the answer: the next run's group must not meet the connections of this one
         except BaseException as error:
             answer = (None, error, traceback.format_exc())
         _send(pipe, answer)
-        if dist.is_initialized():
+        if dist.is_initialized():  # after an error: the other ranks may be gone
             dist.destroy_process_group()
 
 
