@@ -83,7 +83,23 @@ def parallelize(
     if plan.tp > 1:
         split_tensors(model, meshes.tp, meshes.weight, sequence_parallel=plan.sequence_parallel, overlap=plan.overlap)
     apply_recompute(model, plan.recompute, chosen or None)
-    wrapped = _WRAP[plan.strategy](model, plan, meshes, recipe, chosen, seed, device)
+    wrapped = model
+    if plan.strategy == "fsdp1":
+        _to_plain(model)
+        precision = MixedPrecision(param_dtype=plan.param_dtype, reduce_dtype=plan.reduce_dtype)
+        wrapped = shard_model_fsdp1(
+            model, meshes.dp, mixed_precision=precision, blocks=chosen, seed=seed, device=device
+        )
+    elif plan.strategy == "ddp":
+        _to_plain(model)
+        wrapped = ddp(materialize_(model, seed, device), meshes.replicate)
+    elif plan.strategy == "fsdp2":
+        shard_fsdp2(model, plan, meshes, recipe, chosen)
+        materialize_(model, seed, torch.device("cpu") if plan.cpu_offload else device)
+        if recipe is not None:
+            refresh(model)
+    else:
+        materialize_(model, seed, device)
     enforce(check_model(wrapped))
     show_whole(wrapped)
     _MESHES[wrapped] = meshes
@@ -118,23 +134,7 @@ def prefetch_blocks(blocks: Iterable[nn.Module], count: int) -> None:
         unit.set_modules_to_backward_prefetch(sharded[max(i - count, 0) : i][::-1])
 
 
-# ------------------------------------------------------------------------------------------------------------- strategies
-
-
-def _fsdp2(
-    model: nn.Module,
-    plan: ParallelPlan,
-    meshes: Meshes,
-    recipe: Recipe | None,
-    blocks: list[nn.Module],
-    seed: int,
-    device: torch.device,
-) -> nn.Module:
-    shard_fsdp2(model, plan, meshes, recipe, blocks)
-    _fill(model, seed, torch.device("cpu") if plan.cpu_offload else device)
-    if recipe is not None:
-        refresh(model)
-    return model
+# ------------------------------------------------------------------------------------------------------------------- pieces
 
 
 def shard_fsdp2(
@@ -153,53 +153,6 @@ def shard_fsdp2(
     again = blocks if plan.recompute == "full" else ()
     shard_model(model, meshes.dp, recipe, weight_mesh=meshes.weight, blocks=blocks, recomputed=again, **options)
     prefetch_blocks([b for b in blocks if b is not model], plan.prefetch)
-
-
-def _fsdp1(
-    model: nn.Module,
-    plan: ParallelPlan,
-    meshes: Meshes,
-    recipe: Recipe | None,
-    blocks: list[nn.Module],
-    seed: int,
-    device: torch.device,
-) -> nn.Module:
-    _to_plain(model)
-    precision = MixedPrecision(param_dtype=plan.param_dtype, reduce_dtype=plan.reduce_dtype)
-    return shard_model_fsdp1(model, meshes.dp, mixed_precision=precision, blocks=blocks, seed=seed, device=device)
-
-
-def _ddp(
-    model: nn.Module,
-    plan: ParallelPlan,
-    meshes: Meshes,
-    recipe: Recipe | None,
-    blocks: list[nn.Module],
-    seed: int,
-    device: torch.device,
-) -> nn.Module:
-    _to_plain(model)
-    return ddp(_fill(model, seed, device), meshes.replicate)
-
-
-def _none(
-    model: nn.Module,
-    plan: ParallelPlan,
-    meshes: Meshes,
-    recipe: Recipe | None,
-    blocks: list[nn.Module],
-    seed: int,
-    device: torch.device,
-) -> nn.Module:
-    return _fill(model, seed, device)
-
-
-_WRAP = {"fsdp2": _fsdp2, "fsdp1": _fsdp1, "ddp": _ddp, "none": _none}
-
-
-def _fill(model: nn.Module, seed: int, device: torch.device) -> nn.Module:
-    """First values for what is on the meta device."""
-    return materialize_(model, seed, device)
 
 
 def _to_plain(model: nn.Module) -> None:
