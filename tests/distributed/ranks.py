@@ -11,6 +11,7 @@ killed after `timeout` seconds. After either the processes are started anew for 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import pickle
@@ -29,6 +30,8 @@ import torch.multiprocessing as mp
 
 # Other ranks get this long to finish after one has failed. They may wait in a collective that will never complete.
 GRACE_SECONDS = 1.0
+# A rank that is done waits this long for the others before it closes its connections.
+LEAVE_SECONDS = 20.0
 
 
 class RankTimeout(AssertionError):
@@ -152,8 +155,8 @@ def _serve(pipe: Connection, rank: int, world_size: int, backend: str, threads: 
         except (EOFError, OSError):
             os._exit(0)  # threads of a broken group may never end
         answer: tuple[Any, BaseException | None, str | None]
+        function, args, store = pickle.loads(request)
         try:
-            function, args, store = pickle.loads(request)
             torch.manual_seed(0)
             dist.init_process_group(
                 backend,
@@ -162,14 +165,26 @@ def _serve(pipe: Connection, rank: int, world_size: int, backend: str, threads: 
                 world_size=world_size,
                 timeout=datetime.timedelta(seconds=120),
             )
-            result = function(*args)
-            answer = (result, None, None)
-            dist.destroy_process_group()  # before the answer: the next run's group must not meet the connections of this one
+            answer = (function(*args), None, None)
         except BaseException as error:
             answer = (None, error, traceback.format_exc())
+        _leave(f"{store}.left", rank, world_size)
         _send(pipe, answer)
-        if dist.is_initialized():  # after an error: the other ranks may be gone
-            dist.destroy_process_group()
+
+
+def _leave(path: str, rank: int, world_size: int) -> None:
+    """Closes this rank's group once every rank is done with it.
+
+    A connection that closes while another rank still opens or reads it fails that rank. And the next run's group must not meet the
+    connections of this one, so all this happens before the answer. A rank that never comes (an error left it waiting) is not waited
+    for long.
+    """
+    left = dist.FileStore(path, world_size)
+    left.set(str(rank), "")
+    with contextlib.suppress(dist.DistStoreError):
+        left.wait([str(other) for other in range(world_size)], datetime.timedelta(seconds=LEAVE_SECONDS))
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _send(pipe: Connection, answer: tuple[Any, BaseException | None, str | None]) -> None:

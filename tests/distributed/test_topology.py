@@ -92,7 +92,10 @@ def test_names_of_other_configurations() -> None:
     config = SimpleNamespace(num_attention_heads=32, num_key_value_heads=2, intermediate_size=11008, vocab_size=32000)
     expect(check_topology(ParallelPlan(tp=4), config, NODE), "error", "num_key_value_heads=2")
     expect(
-        check_topology(ParallelPlan(tp=4), {"heads": 3}, NODE), "warning", "cannot be checked", "num_attention_heads"
+        check_topology(ParallelPlan(tp=4), {"head_count": 3}, NODE),
+        "warning",
+        "cannot be checked",
+        "num_attention_heads",
     )
 
 

@@ -40,7 +40,8 @@ def shell_lines() -> list[tuple[str, str]]:
     for page in PAGES:
         for block in blocks(page):
             if block.language == "bash":
-                found += [(page, block.line + n, line) for n, line in enumerate(block.text.splitlines())]
+                text = block.text.replace("\\\n", " ")  # a line that goes on below
+                found += [(page, block.line + n, line) for n, line in enumerate(text.splitlines())]
         found += [(page, number, span) for number, span in code_spans(page) if span.startswith(COMMANDS)]
     return [(f"{page_name(page)}:{number}", line) for page, number, line in found]
 

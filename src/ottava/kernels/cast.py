@@ -271,8 +271,8 @@ Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 def _quantize(
     x: Tensor, scheme: str, scale: Tensor | None, amax: Tensor | None, rowwise: bool, columnwise: bool
 ) -> Six:
-    """x: [M, K] in float32, bfloat16 or float16."""
-    return reference_buffers(x, Scheme.parse(scheme), scale, amax, rowwise, columnwise, x.dtype)
+    """x: [M, K] in float32, bfloat16 or float16. The copies are contiguous whatever x is."""
+    return reference_buffers(x.contiguous(), Scheme.parse(scheme), scale, amax, rowwise, columnwise, x.dtype)
 
 
 def _quantize_fake(
