@@ -1,6 +1,6 @@
 """What the trainer adds to a step: the loop with all metrics on, against the same forward, backward and optimizer without it.
 
-    python benchmarks/loop_overhead.py [--steps 40] [--json results.json]
+    python benchmarks/loop_overhead.py [--steps 40] [--config CONFIG] [--json results.json]
 
 One rank on the GPU if there is one, else on the CPU. Both loops take turns in blocks of steps, so that a machine that is busy with
 something else slows both. Reports the median time of a step of each and the difference in per cent.
@@ -20,9 +20,9 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from ottava.train.arguments import parse
 from ottava.train.loop import Loop
 from ottava.train.optimizer import clip_gradients
-from ottava.train.presets import presets
 from ottava.train.world import Place, World
 
 BLOCK = 5  # steps of one loop before it is the other's turn
@@ -61,11 +61,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Overhead of the training loop.")
     parser.add_argument("--steps", type=int, default=40, help="steps of each loop (default: 40)")
     parser.add_argument("--json", help="file for the figures")
+    parser.add_argument("--config", nargs="*", default=[], help="of `ottava train` (default: its own)")
     options = parser.parse_args()
-    config = presets()["debug"]
+    config, _ = parse(options.config)
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as resources:
-        train = replace(config.train, run=folder, steps=10**6, evaluate_every=0, sample_tokens=0, micro_batch=16)
+        train = replace(config.train, run=folder, steps=10**6, evaluate_every=0, sample_tokens=0)
+        size = min(train.global_batch, 64)
+        train = replace(train, global_batch=size, micro_batch=size)  # one part: the bare loop keeps nothing between parts
         config = replace(
             config,
             train=train,

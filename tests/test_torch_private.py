@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -208,6 +210,32 @@ def test_forget_gathered_lets_sizes_change() -> None:
         torch.distributed.destroy_process_group()
 
 
+def test_around_fsdp_waits_sees_forward_and_backward() -> None:
+    from torch.distributed.fsdp import fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    seen: list[str] = []
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        seen.append("begin")
+        yield
+        seen.append("end")
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        model = fully_shard(torch.nn.Linear(4, 4))
+        with torch_private.around_fsdp_waits(around):
+            loss = model(torch.ones(1, 4)).sum()
+            forward = len(seen)
+            loss.backward()
+        backward = len(seen)
+        model(torch.ones(1, 4))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert 0 < forward < backward == len(seen) == 2 * seen.count("end")
+
+
 def test_persistent_buffers() -> None:
     module = torch.nn.Module()
     module.register_buffer("kept", torch.ones(1))
@@ -293,6 +321,7 @@ def test_every_function_is_tested_here() -> None:
         "generator_state",
         "is_exporting",
         "forget_gathered",
+        "around_fsdp_waits",
         "local_box",
         "in_reentrant_checkpoint",
         "local_tensor",

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -130,6 +131,29 @@ def forget_gathered(module: Any) -> None:
             parameter._unsharded_inner_tensors = []
             if hasattr(parameter, "_unsharded_param"):
                 del parameter._unsharded_param
+
+
+@contextmanager
+def around_fsdp_waits(around: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """In here FSDP2 waits for gathered weights (and unpacks them), and for reduced gradients, inside `around()`."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    kept = {name: getattr(FSDPParamGroup, name) for name in ("wait_for_unshard", "finalize_backward")}
+
+    def wrap(method: Callable) -> Callable:
+        def wrapped(self: Any, *args: Any, **options: Any) -> Any:
+            with around():
+                return method(self, *args, **options)
+
+        return wrapped
+
+    for name, method in kept.items():
+        setattr(FSDPParamGroup, name, wrap(method))
+    try:
+        yield
+    finally:
+        for name, method in kept.items():
+            setattr(FSDPParamGroup, name, method)
 
 
 def persistent_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -7,8 +7,10 @@ import json
 import pytest
 import torch
 
-from ottava.checkpoint import Checkpoints
+from ottava.checkpoint import Checkpoints, model_state
 from ottava.cli.main import main
+from ottava.models import Llama, LlamaConfig
+from ottava.models.hf_files import described
 from ottava.train.token_file import TokenFile
 
 
@@ -60,3 +62,39 @@ def test_checkpoints_are_listed_and_verified(tmp_path, capsys):
     capsys.readouterr()
     assert main(["checkpoint", "verify", str(tmp_path)]) == 4 and "BAD" in capsys.readouterr().out
     assert main(["checkpoint", "ls", str(tmp_path / "nowhere")]) == 2
+
+
+def test_a_llama_goes_to_hugging_face_and_back(tmp_path, capsys):
+    shape = LlamaConfig(60, 64, 128, layers=1, heads=2, kv_heads=1, max_length=16, pad_vocab_to=64)
+    model, run = Llama(shape, device="cpu"), tmp_path / "run"
+    Checkpoints(run / "checkpoints", config=described(shape)).save(7, model_state(model))
+    assert main(["checkpoint", "export", str(run), str(tmp_path / "hf"), "--dtype", "float32"]) == 0
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["vocab_size"] == 60
+    assert main(["checkpoint", "export", str(run), str(tmp_path / "hf")]) == 2  # it is there already
+    back = ["checkpoint", "import", str(tmp_path / "hf"), str(tmp_path / "back"), "--step", "3", "--pad-vocab-to", "64"]
+    assert main([*back, "--shards", "2"]) == 0
+    capsys.readouterr()
+    assert main(["checkpoint", "verify", str(tmp_path / "back" / "step-00000003")]) == 0
+    assert "__1_0.distcp" in capsys.readouterr().out
+    other = Llama(shape, device="cpu")
+    state = model_state(other)
+    Checkpoints(tmp_path / "back").load({"model": state["model"]})
+    for name, weight in model.state_dict().items():
+        if isinstance(weight, torch.Tensor):
+            rows = 60 if name in ("embedding.weight", "head.weight") else None  # padding is nobody's
+            assert torch.equal(weight[:rows], other.state_dict()[name][:rows]), name
+
+
+def test_reshard_takes_the_newest_that_can_be_used(tmp_path, capsys):
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    for step in (1, 2):
+        checkpoints.save(step, {"w": torch.full((8,), float(step))})
+    (tmp_path / "checkpoints" / "step-00000002" / "manifest.json").write_text("{")
+    assert main(["checkpoint", "reshard", str(tmp_path), str(tmp_path / "cut"), "--shards", "4"]) == 0
+    assert capsys.readouterr().out.strip().endswith("step-00000001")
+    state = {"w": torch.zeros(8)}
+    Checkpoints(tmp_path / "cut").load(state)
+    assert torch.equal(state["w"], torch.ones(8)) and len(list((tmp_path / "cut").glob("*/*.distcp"))) == 4
+    (tmp_path / "checkpoints" / "step-00000001" / "manifest.json").unlink()
+    assert main(["checkpoint", "reshard", str(tmp_path), str(tmp_path / "more")]) == 4
+    assert "manifest" in capsys.readouterr().err

@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from distributed.ranks import Ranks
+from ottava.models.hf_files import export_hf, import_hf
 from ottava.train import exits
 from ottava.train.config import Config, GateSection
 from ottava.train.report import write_report
@@ -67,7 +68,7 @@ def test_a_line_a_step_with_the_promised_keys(whole):
     found = lines(whole)
     assert [line["step"] for line in found] == list(range(1, 11))
     promised = "step loss grad_norm lr tokens tokens_per_s step_s tflops_per_gpu mfu_basis peak_reserved_gib"
-    parts = "data_s forward_s backward_s optimizer_s checkpoint_s"
+    parts = "data_s forward_s backward_s communication_s optimizer_s checkpoint_s"
     for line in found:
         assert set(promised.split()) | set(parts.split()) <= set(line)
         assert all(0 <= line[part] <= line["step_s"] for part in parts.split())
@@ -251,3 +252,26 @@ def test_other_precisions_resume_bit_for_bit(two, folder, name, sections):
     assert two.run(config) == exits.DONE, two.said
     assert exact(config) == exact(wanted)
     assert lines(config)[-1]["loss"] < lines(config)[0]["loss"] - 0.3
+
+
+def test_a_new_run_begins_with_the_checkpoint_of_another(two, folder, whole):
+    """Same mesh, everything in it: what follows has the same bits."""
+    source = whole.run_folder / "checkpoints" / "step-00000008"
+    config = tiny(folder, "begun", checkpoint={"load": str(source)})
+    assert two.run(config) == exits.DONE, two.said
+    assert exact(config) == exact(whole)[8:]
+    none = replace(config, checkpoint=replace(config.checkpoint, load="none"))
+    assert two.run(none) == exits.WRONG_USAGE and "has a run already" in two.said
+
+
+def test_a_new_run_begins_with_weights_of_hugging_face_if_that_is_said(two, folder, whole):
+    theirs, ours = folder / "hf", folder / "imported"
+    export_hf(whole.run_folder / "checkpoints" / "step-00000008", theirs, dtype="float32")
+    path = import_hf(theirs, ours, pad_vocab_to=whole.model.pad_vocab_to)
+    config = tiny(folder, "fine-tuned", checkpoint={"load": str(path)})
+    assert two.run(config) == exits.WRONG_USAGE
+    assert "missing in the checkpoint: optimizer." in two.said and "allow_missing" in two.said
+    allowed = replace(config.checkpoint, allow_missing=("optimizer.*", "step"))
+    assert two.run(replace(config, checkpoint=allowed)) == exits.DONE, two.said
+    first, then = lines(config)[0], lines(whole)[8]
+    assert first["step"] == 1 and abs(first["loss"] - then["loss"]) < 0.2 < abs(first["loss"] - lines(whole)[0]["loss"])

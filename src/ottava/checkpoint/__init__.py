@@ -21,7 +21,7 @@ from typing import Any
 from ottava.checkpoint.boxes import Part, Piece, Pieces, one_piece
 from ottava.checkpoint.checkpoints import Checkpoints
 from ottava.checkpoint.errors import CheckpointError, InvalidCheckpoint, NoUsableCheckpoint, Rejected
-from ottava.checkpoint.inspect import Row, ls, verify
+from ottava.checkpoint.inspect import Row, ls, newest, verify
 from ottava.checkpoint.load import Loaded, Relaxed
 from ottava.checkpoint.reader import Reader
 from ottava.checkpoint.reshard import reshard
@@ -48,6 +48,7 @@ __all__ = [
     "Row",
     "ls",
     "verify",
+    "newest",
     "reshard",
     "Reader",
 ]

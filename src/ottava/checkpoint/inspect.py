@@ -1,4 +1,4 @@
-"""Looking at checkpoints from one CPU process, without loading them: `ls` and `verify`."""
+"""Looking at checkpoints from one CPU process, without loading them: `ls`, `verify`, `newest`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ottava.checkpoint import metadata
 from ottava.checkpoint.archive import find_data
-from ottava.checkpoint.errors import InvalidCheckpoint, shown
+from ottava.checkpoint.errors import InvalidCheckpoint, NoUsableCheckpoint, Rejected, shown
 from ottava.checkpoint.manifest import check_digest, check_sizes, read_json, read_manifest, read_small
 from ottava.checkpoint.names import MANIFEST, METADATA, STATE, step_of
 from ottava.checkpoint.storage import Folder, Location, folder_at, storage_at
@@ -53,6 +53,24 @@ def verify(path: Location) -> Iterator[Row]:
     checkpoint = _checkpoint(path)
     for folder in [checkpoint] if checkpoint else [folder for _, folder in storage_at(path).candidates()]:
         yield from _verify(folder)
+
+
+def newest(path: Location) -> Location:
+    """`path` if it is one checkpoint; of a directory of checkpoints the newest whose manifest and sizes are right.
+
+    >>> newest("run/checkpoints")
+    PosixPath('/home/me/run/checkpoints/step-00000100')
+    """
+    if _checkpoint(path):
+        return path
+    rejected = []
+    for _, folder in storage_at(path).candidates():
+        try:
+            check_sizes(folder, read_manifest(folder))
+            return folder.path
+        except (InvalidCheckpoint, OSError) as error:
+            rejected.append(Rejected(str(folder.path), str(error)))
+    raise NoUsableCheckpoint.of(str(path), rejected)
 
 
 def _checkpoint(path: Location) -> Folder | None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ottava import torch_private
+from ottava.distributed.waits import waiting
 
 # torch 2.13 has new names for the collectives on one tensor and warns about the old ones, which are all that 2.11 has.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -61,7 +62,8 @@ def begin_all_gather(x: Tensor, group: Any, dim: int = 0) -> Callable[[], Tensor
     work = _ALL_GATHER(_bytes(whole), _bytes(part), group=group, async_op=True)
 
     def finish() -> Tensor:
-        work.wait()
+        with waiting():
+            work.wait()
         return whole.flatten(0, 1) if dim == 0 else whole.movedim(0, dim).flatten(dim, dim + 1)
 
     return finish
@@ -72,7 +74,8 @@ def all_reduce_max(x: Tensor, group: Any) -> Tensor:
     if size_of(group) == 1:
         return x
     x = x.clone()
-    dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
+    with waiting():
+        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
     return x
 
 
@@ -94,7 +97,8 @@ def begin_reduce_scatter(y: Tensor, group: Any, bias: Tensor | None = None) -> C
     work = dist.all_to_all_single(_bytes(received), _bytes(y), group=group, async_op=True)
 
     def finish() -> Tensor:
-        work.wait()
+        with waiting():
+            work.wait()
         return _sum_by_halves(received.unflatten(0, (size, -1)), bias)
 
     return finish

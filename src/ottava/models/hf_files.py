@@ -34,13 +34,14 @@ from ottava.models.llama import LlamaConfig
 from ottava.models.safetensors_file import File, Spec, Writer, shards
 from ottava.quant.quantizer import quantize
 
-__all__ = ["export_hf", "import_hf"]
+__all__ = ["export_hf", "import_hf", "described"]
 
 INDEX, CONFIG = "model.safetensors.index.json", "config.json"
 BLOCK = 128
 SCALE = "_scale_inv"
 _PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": torch.bfloat16}
-_HF = "hf_config"  # where an imported checkpoint's configuration keeps config.json
+DESCRIBED = "hf_config"
+"""Where a checkpoint's configuration keeps config.json, so that an export knows the model's shape. See `described`."""
 
 
 # ------------------------------------------------------------------------------------------------------------------ export
@@ -57,8 +58,8 @@ def export_hf(
     """Writes the Llama of a checkpoint as a directory that `transformers` loads; returns the directory, which must not exist.
 
     checkpoint: one that holds `model_state`, as `load_model_state` loads it. config: the model's shape; not needed for what
-    `import_hf` made. dtype: "bfloat16", "float32" or "fp8". One tensor is in memory at a time. The directory appears when it is
-    complete.
+    `ottava train` or `import_hf` made. dtype: "bfloat16", "float32" or "fp8". One tensor is in memory at a time. The directory
+    appears when it is complete.
 
         >>> export_hf("run/checkpoints/step-00000100", "my-llama", config, dtype="float32")
         >>> transformers.AutoModelForCausalLM.from_pretrained("my-llama")
@@ -84,10 +85,20 @@ def export_hf(
     return target
 
 
+def described(config: LlamaConfig) -> dict[str, Any]:
+    """What to add to the configuration of a checkpoint that `export_hf` shall understand by itself.
+
+    >>> Checkpoints("run/checkpoints", config={**settings, **described(shape)})
+    """
+    return {DESCRIBED: hf_config(config)}
+
+
 def _own_config(reader: Reader) -> LlamaConfig:
-    found = reader.config.get(_HF) if isinstance(reader.config, dict) else None
+    found = reader.config.get(DESCRIBED) if isinstance(reader.config, dict) else None
     if not isinstance(found, dict):
-        raise ValueError("The checkpoint does not say which shape its Llama has: pass config=LlamaConfig(...).")
+        raise ValueError(
+            "The checkpoint does not say that it holds a Llama, and of which shape: pass config=LlamaConfig(...)."
+        )
     return config_from_hf(found)
 
 
@@ -181,12 +192,12 @@ def import_hf(
         PosixPath('/home/me/run/checkpoints/step-00000000')
     """
     folder = Path(source)
-    described = _json(folder / CONFIG)
-    config = config_from_hf(described, **changes)
-    theirs = _Theirs(folder, described)
+    found = _json(folder / CONFIG)
+    config = config_from_hf(found, **changes)
+    theirs = _Theirs(folder, found)
     theirs.check(config)
     streams = {f"model.{row.ours}": theirs.stream(row) for row in rows(config)}
-    state = encode_state({}, {_HF: {**hf_config(config)}})
+    state = encode_state({}, described(config))
     about = About(step, shards, [{"shards": shards}], algorithm(None))
     return write_streams(storage_at(target), about, streams, state, shards, block_bytes)
 

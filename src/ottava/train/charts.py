@@ -13,6 +13,8 @@ from html import escape
 WIDTH, HEIGHT = 400, 230
 LEFT, RIGHT, TOP, BOTTOM = 52, 18, 10, 26
 COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
+AREA_COLOURS = ("#94a3b8", "#7cb5d8", "#4682a9", "#e8a33d", "#8a6fb0", "#6ba368", "#c9737b", "#5f6b7a")
+"""Softer, and none of those above: a part of something is not a run."""
 POINTS = 400
 """More points than this are averaged: a chart has no more pixels."""
 
@@ -29,11 +31,28 @@ class Series:
     colour: str = COLOURS[0]
 
 
+@dataclass(frozen=True)
+class Mark:
+    """Something that happened at x: a dashed line."""
+
+    x: float
+    what: str
+    colour: str = COLOURS[0]
+
+
 def plain(value: float) -> str:
-    """A number on an axis."""
-    if value and (abs(value) >= 1e5 or abs(value) < 1e-3):
-        return f"{value:.0e}".replace("e+0", "e").replace("e-0", "e-")
-    return f"{value:,.4g}"
+    """A number on an axis. It has room for 6 digits.
+
+    >>> plain(1_500), plain(150_000), plain(0.00025)
+    ('1,500', '150k', '2.5e-4')
+    """
+    for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= max(size, 1e4):
+            return f"{value / size:.6g}{suffix}"
+    if value and abs(value) < 1e-3:
+        mantissa, exponent = f"{value:.3e}".split("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
+    return f"{value:,.6g}"
 
 
 def percent(value: float) -> str:
@@ -100,9 +119,9 @@ class _Frame:
 
     def axes(self) -> str:
         out = []
-        for value in ticks(*self.y):
+        for value in ticks(*self.y, count=6):
             y = self.up(value)
-            out.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+            out.append(f'<line class="rule" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
             out.append(f'<text x="{LEFT - 5}" y="{y + 4:.1f}" text-anchor="end">{escape(self.label(value))}</text>')
         for value in ticks(*self.x, count=4):
             out.append(
@@ -123,10 +142,10 @@ def lines(
     title: str,
     series: Sequence[Series],
     label: Callable[[float], str] = plain,
-    marks: Sequence[tuple[float, str]] = (),
+    marks: Sequence[Mark] = (),
     from_zero: bool = False,
 ) -> str:
-    """A line for each series. marks: (x, what happened there), drawn as a vertical line.
+    """A line for each series, and a dashed one for each mark.
 
     >>> lines("Loss", [Series("a", [1, 2], [5.5, 4.0])]).startswith("<svg")
     True
@@ -136,13 +155,15 @@ def lines(
     if not known:
         return ""
     low, high = _limits([y for _, y in known])
-    frame = _Frame(_limits([x for x, _ in known]), (0.0 if from_zero else low, high), label)
+    # To the last step itself, not to the middle of the last points that were averaged.
+    frame = _Frame(_limits([x for s in series for x in s.x]), (0.0 if from_zero else low, high), label)
     out = [frame.axes()]
-    for x, what in marks:
-        if frame.x[0] <= x <= frame.x[1]:
-            at = f"{frame.across(x):.1f}"
+    for mark in marks:
+        if frame.x[0] <= mark.x <= frame.x[1]:
+            at = f"{frame.across(mark.x):.1f}"
             out.append(
-                f'<line class="mark" x1="{at}" x2="{at}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"><title>{escape(what)}</title></line>'
+                f'<line class="mark" stroke="{mark.colour}" x1="{at}" x2="{at}" y1="{TOP}" y2="{HEIGHT - BOTTOM}">'
+                f"<title>{escape(mark.what)}</title></line>"
             )
     for s in thin:
         for piece in _pieces(s):
@@ -169,13 +190,31 @@ def _pieces(series: Series) -> list[list[tuple[float, float]]]:
     return [piece for piece in pieces if piece]
 
 
-def stacked(title: str, series: Sequence[Series], label: Callable[[float], str] = plain) -> str:
+def heights(series: Sequence[Series]) -> list[float]:
+    """How high `stacked` draws the series together, at each of its points.
+
+    >>> heights([Series("data", [1, 2], [0.25, 0.25]), Series("forward", [1, 2], [0.5, None])])
+    [0.75, 0.25]
+    """
+    return [sum(column) for column in zip(*(_solid(s).y for s in series))]
+
+
+def _solid(series: Series) -> Series:
+    """Thinned; what is not known counts as 0."""
+    return Series(series.name, *thinned(series.x, [v if _known(v) else 0.0 for v in series.y]), series.colour)
+
+
+def stacked(
+    title: str, series: Sequence[Series], label: Callable[[float], str] = plain, top: float | None = None
+) -> str:
     """Areas on top of one another, all over the same x. What is not known counts as 0.
+
+    top: where the axis ends, for charts that are to be compared. None: at the highest point.
 
     >>> stacked("Seconds", [Series("data", [1, 2], [0.1, 0.1]), Series("forward", [1, 2], [0.3, 0.2])]).count("<polygon")
     2
     """
-    thin = [Series(s.name, *thinned(s.x, [v if _known(v) else 0.0 for v in s.y]), s.colour) for s in series]
+    thin = [_solid(s) for s in series]
     if not thin or not thin[0].x:
         return ""
     x = thin[0].x
@@ -185,7 +224,7 @@ def stacked(title: str, series: Sequence[Series], label: Callable[[float], str] 
         above = [b + float(y or 0.0) for b, y in zip(below, s.y)]
         layers.append((s, below, above))
         below = above
-    frame = _Frame(_limits(list(x)), (0.0, max(below)), label)
+    frame = _Frame(_limits(list(series[0].x)), (0.0, max(below) if top is None else top), label)
     out = [frame.axes()]
     for s, low, high in layers:
         there = " ".join(frame.at(a, b) for a, b in zip(x, high))
@@ -194,8 +233,19 @@ def stacked(title: str, series: Sequence[Series], label: Callable[[float], str] 
     return _svg(title, "".join(out))
 
 
+def shade(share: Number) -> str:
+    """White for none to dark red for 10% and more, by the square root: 0.1% is to be seen too. Grey: not known.
+
+    >>> shade(0.0), shade(0.2)
+    ('hsl(0 80% 100%)', 'hsl(0 80% 40%)')
+    """
+    if share is None or not math.isfinite(share):
+        return "#d1d5db"
+    return f"hsl(0 80% {100 - 60 * min(math.sqrt(share / 0.1), 1.0):.0f}%)"
+
+
 def heat_map(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[Number]]) -> str:
-    """A cell for each row and column, white for 0 to dark red for 0.1 and more (values are shares). Unknown is grey.
+    """A cell for each row and column, coloured by `shade` (values are shares).
 
     >>> heat_map("FP8", ["step 1", "step 2"], {"layers.0": [0.0, 0.2]}).count("<rect")
     2
@@ -206,18 +256,16 @@ def heat_map(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[Num
     width = (WIDTH - LEFT - 20 - RIGHT) / len(columns)
     height = round(TOP + cell * len(rows) + BOTTOM)
     out = []
-    every = math.ceil(len(rows) * 11 / (cell * len(rows)))  # a name needs 11 units of height
+    every = math.ceil(13 / cell)  # a name needs 13 units of height
     for i, (name, values) in enumerate(rows.items()):
         y = TOP + i * cell
         if i % every == 0:
-            out.append(f'<text x="{LEFT + 15}" y="{y + cell / 2 + 4:.1f}" text-anchor="end">{escape(name)}</text>')
+            short = name if len(name) <= 10 else "…" + name[-9:]  # the cells' titles have it whole
+            out.append(f'<text x="{LEFT + 15}" y="{y + cell / 2 + 4:.1f}" text-anchor="end">{escape(short)}</text>')
         for j, value in enumerate(values):
-            fill, said = "#d1d5db", "not measured"
-            if value is not None and math.isfinite(value):
-                strength = min(value / 0.1, 1.0)
-                fill, said = f"hsl(0 80% {100 - 60 * strength:.0f}%)", percent(value)
+            said = percent(value) if value is not None and math.isfinite(value) else "not measured"
             out.append(
-                f'<rect x="{LEFT + 20 + j * width:.2f}" y="{y:.2f}" width="{width:.2f}" height="{cell:.2f}" fill="{fill}">'
+                f'<rect x="{LEFT + 20 + j * width:.2f}" y="{y:.2f}" width="{width:.2f}" height="{cell:.2f}" fill="{shade(value)}">'
                 f"<title>{escape(name)}, {escape(columns[j])}: {said}</title></rect>"
             )
     for j in sorted({0, len(columns) - 1}):

@@ -3,60 +3,90 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-PARTS = ("data", "forward", "backward", "optimizer", "checkpoint")
+PARTS = ("data", "forward", "backward", "communication", "optimizer", "checkpoint")
 """What is measured, in the order of a step."""
+ON_HOST = ("data", "checkpoint")
+"""The host's work, timed there also where there is a GPU."""
+
+
+class Moment:
+    """A point in time: of the host, or of the GPU's stream."""
+
+    def __init__(self, on_device: bool) -> None:
+        self._seconds, self._event = 0.0, None
+        if on_device:
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+        else:
+            self._seconds = time.perf_counter()
+
+    def since(self, earlier: Moment) -> float:
+        """Seconds. Waits until the GPU has come to this moment."""
+        if self._event is None or earlier._event is None:
+            return self._seconds - earlier._seconds
+        self._event.synchronize()
+        return earlier._event.elapsed_time(self._event) * 1e-3
+
+
+class Span:
+    """The moments of one step, to be read when the device is done with it.
+
+    >>> seconds, parts = span.read()
+    """
+
+    def __init__(self, begin: Moment) -> None:
+        self.begin = self.end = begin
+        self.parts: list[tuple[str, str | None, Moment, Moment]] = []
+        """(part, the part around it, begin, end)"""
+
+    def read(self) -> tuple[float, dict[str, float]]:
+        """(seconds of the step, seconds by part). A part inside another one counts as itself alone."""
+        seconds = dict.fromkeys(PARTS, 0.0)
+        for part, outer, begin, end in self.parts:
+            took = end.since(begin)
+            seconds[part] += took
+            if outer is not None:
+                seconds[outer] -= took
+        return self.end.since(self.begin), seconds
 
 
 class Clock:
-    """Seconds by part. On a GPU the work is timed where it runs, by events, and nothing waits before `read`.
+    """Seconds by part. On a GPU the work is timed where it runs, by events, and nothing waits.
 
     >>> clock = Clock(torch.device("cpu"))
     >>> with clock("forward"):
     ...     loss = model(x)
-    >>> clock.read()["forward"]
+    >>> clock.stop().read()[1]["forward"]
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._seconds: dict[str, float] = defaultdict(float)
-        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
-        self._start = time.perf_counter()
+        self._on_device = device.type == "cuda"
+        self._open: list[str] = []
+        self.restart()
 
     @contextmanager
     def __call__(self, part: str) -> Iterator[None]:
-        """Adds the time of the `with` block to `part`. "data" and "checkpoint" are the host's work and timed there."""
-        if self._device.type == "cuda" and part not in ("data", "checkpoint"):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
+        """Adds the time of the `with` block to `part`."""
+        on_device = self._on_device and part not in ON_HOST
+        outer = self._open[-1] if self._open else None
+        self._open.append(part)
+        begin = Moment(on_device)
+        try:
             yield
-            end.record()
-            self._events.append((part, begin, end))
-            return
-        before = time.perf_counter()
-        yield
-        self._seconds[part] += time.perf_counter() - before
-
-    def pause(self) -> float:
-        """Ends a step: waits for the GPU and returns the seconds since the step began."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter() - self._start
-
-    def read(self) -> dict[str, float]:
-        """Seconds of each part since the last call. Call it after `pause`."""
-        for part, begin, end in self._events:
-            self._seconds[part] += begin.elapsed_time(end) * 1e-3
-        found = {part: self._seconds[part] for part in PARTS}
-        self._seconds.clear()
-        self._events.clear()
-        return found
+        finally:
+            self._open.pop()
+            self._span.parts.append((part, outer, begin, Moment(on_device)))
 
     def restart(self) -> None:
         """A step begins now: what came before (an evaluation, a sample) is not part of any."""
-        self._start = time.perf_counter()
+        self._span = Span(Moment(self._on_device))
+
+    def stop(self) -> Span:
+        """The step ends now."""
+        self._span.end = Moment(self._on_device)
+        return self._span

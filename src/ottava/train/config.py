@@ -218,11 +218,25 @@ class CheckpointSection:
     every: int = 100
     """Steps between two checkpoints; always after the last step. 0: only then."""
     keep: int = 2
-    """Checkpoints that are kept; older ones are deleted."""
+    """Newest checkpoints that are kept; older ones are deleted. 0: all."""
+    keep_every: int = 0
+    """Checkpoints of steps that are multiples of this are kept for ever. 0: none."""
     background: bool = True
     """Whether training goes on while a checkpoint is written."""
-    resume: bool = True
-    """Whether a run that has a checkpoint continues from it. Otherwise an existing run is an error."""
+    hash: Literal["xxh3_128", "blake3", "blake2b", "sha256"] = "xxh3_128"
+    """Checksum of the files."""
+    load: str = "exact"
+    """Where the run begins. exact: at its newest checkpoint that verifies, with everything as it was; in a new run at step 0. none: at
+    step 0, and an existing run is an error. Anything else is the path or URL of a checkpoint that a new run begins with; later starts
+    go on from its own."""
+    allow_missing: tuple[str, ...] = ()
+    """Entries (patterns such as optimizer.*) that the checkpoint named by load may lack: they keep their first values."""
+    allow_extra: tuple[str, ...] = ()
+    """Entries that it may have and the run does not want."""
+    allow_shape: tuple[str, ...] = ()
+    """Entries that may have another shape there: they keep their first values."""
+    allow_dtype: tuple[str, ...] = ()
+    """Entries that may have another type there: they are converted."""
 
 
 @dataclass(frozen=True)

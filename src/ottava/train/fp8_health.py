@@ -8,6 +8,8 @@ nothing is installed, so they cost nothing.
     scale       smallest of the factors that values were multiplied by
     underflow   share of values that are 0 in the format (those that were 0 before are among them)
     saturated   share of values at the format's largest magnitude (the one that a current scale is made from is among them)
+
+Shares of large operands are those of every n-th row, about a million values.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from ottava.train.model import SpreadModel
 from ottava.train.report import HEALTH_FILE
 from ottava.train.world import World
 
+SAMPLE = 2**20
+"""Values (bytes) that are counted of an operand, more or less."""
 LARGEST = {"e4m3": 0x7E, "e5m2": 0x7B, "e2m1": 0x7}
 """Code of the largest magnitude."""
 STAGES = {1: ("",), 2: ("fc1.", "fc2.")}
@@ -47,6 +51,7 @@ class Operand(NamedTuple):
     def figures(self) -> Tensor:
         """(amax, scale, underflow, saturated), float32 [4] on the device."""
         codes = self.data.view(torch.uint8)
+        codes = codes[:: max(codes.numel() // SAMPLE, 1)]
         if self.scheme.format == "e2m1":  # two in a byte
             codes = torch.stack([codes & 0xF, codes >> 4])
             magnitude = codes & 0x7

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ottava.checkpoint import StopSignal
+from ottava.distributed.waits import watched
 from ottava.train import exits, run_folder
 from ottava.train.accumulate import reducing
 from ottava.train.clock import Clock
@@ -104,21 +105,20 @@ class Loop:
             self.clock.restart()
             if self._due(self.config.checkpoint.every) and self._worth_saving():
                 with self.clock("checkpoint"):
-                    self.watchdog.beat(self.done, "checkpoint")
-                    self.state.save(self.done)
+                    self._save()
             found = self._step()
             if found is None:
                 continue  # rolled back
             if found.stop:
-                self.state.save(self.done, wait=True)
+                self._save(wait=True)
                 return exits.STOPPED
-        self.state.save(self.done, wait=True)
+        self._save(wait=True)
         return exits.DONE
 
     def _step(self) -> Step | None:
         """Step number `done`, from 0. None if the run went back to a checkpoint instead."""
         step = self.done
-        with self.fp8.looking(step):
+        with self.fp8.looking(step), watched(lambda: self.clock("communication")):
             found = self._backward(step)
         event = None
         verdict = self.health.judge(step + 1, found.loss, found.grad_norm)
@@ -137,9 +137,9 @@ class Loop:
             event = "skipped: non-finite loss" if not math.isfinite(found.loss) else "skipped: non-finite gradient"
         self.optimizer.zero_grad()
         self.done = step + 1
-        seconds = self.clock.pause()
+        span = self.clock.stop()
         validation = self._look_at_the_model()
-        self.recorder.record(self.done, found.loss, found.grad_norm, lr, seconds, self.clock.read(), validation, event)
+        self.recorder.keep(self.done, found.loss, found.grad_norm, lr, span, validation, event)
         return found
 
     def _backward(self, step: int) -> Step:
@@ -172,6 +172,7 @@ class Loop:
                 with self.clock("backward"):
                     (loss * weight).backward()
             total += loss.detach()
+        self.recorder.write()  # the step before; a GPU has its hands full now
         with self.clock("optimizer"):
             norm = clip_gradients(model.module, self.config.optimizer.clip)
         self.watchdog.beat(step, "agreement")
@@ -188,6 +189,12 @@ class Loop:
         return max(self.world.sum([mine])[0] * meshes.dp_size / self.world.size, 1.0)
 
     # ---------------------------------------------------------------------------------------------------- between steps
+
+    def _save(self, wait: bool = False) -> None:
+        """A checkpoint; the steps that it contains have their lines first."""
+        self.watchdog.beat(self.done, "checkpoint")
+        self.recorder.write()
+        self.state.save(self.done, wait=wait)
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.done > 0 and self.done % every == 0
@@ -241,7 +248,7 @@ class Loop:
 
     def _resume(self) -> int:
         """Steps that are done already."""
-        loaded = self.state.load() if self.config.checkpoint.resume else None
+        loaded = self.state.begin()
         if loaded is None:
             return 0
         for rejected in loaded.rejected:
@@ -279,6 +286,7 @@ class Loop:
     def finish(self, code: int) -> int:
         """Writes and prints the summary; judges the gates. Returns the exit code."""
         failed = False
+        self.recorder.write()
         if self.world.leads:
             lines = list(read_metrics(self.recorder.path)) if self.recorder.path.is_file() else []
             gates = judge(self.config.gate, lines) if code == exits.DONE else []

@@ -51,10 +51,10 @@ class SpreadModel:
     def __init__(self, config: Config, vocab_size: int, device: torch.device) -> None:
         self.recipe = config.precision.make_recipe()
         torch.manual_seed(config.train.seed)  # of weights that are stored in FP8; the others go by their names
-        shape = config.model.shape(vocab_size, config.data.length)
+        self.shape = config.model.shape(vocab_size, config.data.length)
         whole = construct(config, vocab_size, device if config.precision.fp8_weights else "meta")
         self.decaying, self.parameters = decaying(whole), whole.num_parameters()
-        self.flops = shape.flops_per_token(config.data.length)
+        self.flops = self.shape.flops_per_token(config.data.length)
         plan = config.plan(device.type)
         self.module: nn.Module = parallelize(
             whole, plan, recipe=self.recipe, seed=config.train.seed, config=_shared(config), device_type=device.type

@@ -6,10 +6,11 @@ import platform
 import resource
 import sys
 from dataclasses import asdict
+from typing import NamedTuple
 
 import torch
 
-from ottava.train.clock import PARTS
+from ottava.train.clock import PARTS, Span
 from ottava.train.config import Config
 from ottava.train.flops import Bound, Peak, device_peak, measure_peak, quantized_precision
 from ottava.train.metrics import FILE, Metrics, Sink, StepMetrics
@@ -22,11 +23,24 @@ from ottava.train.world import World
 GIB = 2.0**30
 
 
+class _Step(NamedTuple):
+    """What `Recorder.keep` was told."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    span: Span
+    validation: float | None
+    event: str | None
+
+
 class Recorder:
-    """Every rank calls `record`; the leading one writes.
+    """Every rank calls everything; the leading one writes.
 
     >>> recorder = Recorder(config, world, model, done=0)
-    >>> recorder.record(1, loss, norm, lr, seconds, clock.read(), validation=None, event=None)
+    >>> recorder.keep(1, loss, norm, lr, clock.stop(), validation=None, event=None)
+    >>> recorder.write()
     """
 
     def __init__(self, config: Config, world: World, model: SpreadModel, done: int) -> None:
@@ -35,39 +49,53 @@ class Recorder:
         self.bound = _bound(config, world, model)
         self._event: str | None = None
         self._attempt = 0
+        self._kept: _Step | None = None
         self._metrics: Metrics | None = None
         if done < config.train.steps:
             self._metrics = world.lead(lambda: self._open(done))
 
-    def record(
+    def keep(
         self,
         step: int,
         loss: float,
         grad_norm: float,
         lr: float,
-        seconds: float,
-        parts: dict[str, float],
+        span: Span,
         validation: float | None,
         event: str | None,
     ) -> None:
-        """One step. seconds: its time in this rank; parts: by `clock.PARTS`."""
-        allocated, reserved = memory(self.world.device)
-        slowest = self.world.max([seconds, allocated, reserved, *(parts[name] for name in PARTS)])
+        """One step, to be written by the next `write`: when the device has done it, and is busy with the next."""
+        self._kept = _Step(step, loss, grad_norm, lr, span, validation, event)
+
+    def write(self) -> None:
+        """The line of the step that is kept, if there is one. Every rank calls it."""
+        if self._kept is not None:
+            kept, self._kept = self._kept, None
+            self._write(kept, self.world.max(self._measured(kept)))
+
+    def _measured(self, kept: _Step) -> list[float]:
+        """What this rank measured: seconds, memory, seconds by part."""
+        seconds, parts = kept.span.read()
+        return [seconds, *memory(self.world.device), *(parts[name] for name in PARTS)]
+
+    def _write(self, kept: _Step, slowest: list[float]) -> None:
         if self._metrics is None:
             return
         seconds, allocated, reserved = slowest[:3]
         tokens = self.config.train.global_batch * self.config.data.length
         rate = tokens / seconds
         each = rate / self.world.size
-        split = {f"{name}_s": value for name, value in zip(PARTS, slowest[3:])}
-        event, self._event = "; ".join(filter(None, (self._event, event))) or None, None
+        split: dict[str, float | None] = {f"{name}_s": value for name, value in zip(PARTS, slowest[3:])}
+        if self.config.parallel.strategy in ("ddp", "fsdp1") and self.world.size > 1:
+            split["communication_s"] = None  # torch waits where nobody can look
+        event, self._event = "; ".join(filter(None, (self._event, kept.event))) or None, None
         self._metrics.record(
             StepMetrics(
-                step,
-                loss,
-                grad_norm,
-                lr,
-                tokens=step * tokens,
+                kept.step,
+                kept.loss,
+                kept.grad_norm,
+                kept.lr,
+                tokens=kept.step * tokens,
                 tokens_per_s=rate,
                 step_s=seconds,
                 tflops_per_gpu=self.model.flops.causal * each * 1e-12,
@@ -76,7 +104,7 @@ class Recorder:
                 mfu_basis=self.bound.basis(),
                 peak_allocated_gib=allocated / GIB if self.world.device.type == "cuda" else None,
                 peak_reserved_gib=reserved / GIB,
-                validation_loss=validation,
+                validation_loss=kept.validation,
                 attempt=self._attempt,
                 event=event,
                 **split,  # type: ignore[arg-type]
@@ -89,13 +117,15 @@ class Recorder:
 
     def rewind(self, done: int, event: str) -> None:
         """The run went back to where `done` steps are done; the next line says why."""
-        self._event = event
+        self._event, self._kept = event, None
         if self._metrics is not None:
             self._metrics.rewind(done + 1)
 
     def close(self) -> None:
-        """Closes files and sinks."""
+        """Closes files and sinks. A step that is still kept (the run ends with an error) is told as this rank saw it."""
         if self._metrics is not None:
+            if self._kept is not None:
+                self._write(self._kept, self._measured(self._kept))
             self._metrics.close()
 
 

@@ -32,9 +32,9 @@ def prepare(config: Config) -> None:
     """Makes the folder, or checks that it holds this run; writes the configuration. For the leading rank."""
     folder = config.run_folder
     if (folder / CONFIG_FILE).is_file() and any((folder / "checkpoints").glob("step-*")):
-        if not config.checkpoint.resume:
+        if config.checkpoint.load == "none":
             raise ValueError(
-                f"{folder} has a run already, and checkpoint.resume is off: choose another train.run, or remove the folder."
+                f"{folder} has a run already, and checkpoint.load is none: choose another train.run, or remove the folder."
             )
         check_same(config, folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -7,15 +7,19 @@ data and the random numbers of a step are functions of the step, so the step is 
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ottava.checkpoint import Checkpoints, Loaded, Relaxed, load_model_state, model_state
+from ottava.models import LlamaConfig
+from ottava.models.hf_files import described
 from ottava.train.config import Config
 from ottava.train.model import SpreadModel
 
-RELAXED = Relaxed(extra=["delayed.*"])
+_DELAYED = ["delayed.*"]
+RELAXED = Relaxed(extra=_DELAYED)
 """A run may change its recipe when it is resumed: delayed scales that nobody asks for are left."""
 
 
@@ -28,27 +32,55 @@ class RunState:
     """
 
     def __init__(self, config: Config, model: SpreadModel, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
-        self.background = config.checkpoint.background
-        folder = config.run_folder / "checkpoints"
-        self.checkpoints = Checkpoints(folder, keep_last=config.checkpoint.keep, config=asdict(config))
+        self.model, self.optimizer, self.section = model, optimizer, config.checkpoint
+        described_model = described(model.shape) if isinstance(model.shape, LlamaConfig) else {}
+        self.checkpoints = Checkpoints(
+            config.run_folder / "checkpoints",
+            keep_last=config.checkpoint.keep,
+            keep_every=config.checkpoint.keep_every,
+            hash=config.checkpoint.hash,
+            config={**asdict(config), **described_model},
+        )
 
     def save(self, step: int, wait: bool = False) -> None:
         """After `step` steps. wait: it is committed when this returns."""
         state = model_state(self.model.module, self.optimizer) | {"step": step}
-        if self.background and not wait:
+        if self.section.background and not wait:
             self.checkpoints.save_async(step, state)
         else:
             self.checkpoints.finish(step, state)
 
+    def begin(self) -> Loaded | None:
+        """Restores what checkpoint.load says; None: the run begins at step 0."""
+        chosen = self.section.load
+        if chosen == "none":
+            return None
+        loaded = self.load()
+        if loaded is not None or chosen == "exact":
+            return loaded
+        try:
+            return self._load(chosen if "://" in chosen else Path(chosen).expanduser(), self._allowed())
+        except ValueError as error:
+            flags = "checkpoint.allow_missing, allow_extra, allow_shape and allow_dtype"
+            raise ValueError(f"{error}\nIn a configuration these are {flags}.") from error
+
     def load(self) -> Loaded | None:
-        """Restores the newest checkpoint that verifies; None if there is none at all."""
+        """Restores the newest checkpoint of the run that verifies; None if there is none at all."""
+        return self._load("newest", RELAXED)
+
+    def _load(self, which: str | Path, relaxed: Relaxed) -> Loaded | None:
         settings = [_settings(group) for group in self.optimizer.param_groups]
-        extra = {"step": 0}
-        loaded = load_model_state(self.checkpoints, self.model.module, self.optimizer, extra=extra, relaxed=RELAXED)
+        loaded = load_model_state(
+            self.checkpoints, self.model.module, self.optimizer, extra={"step": 0}, which=which, relaxed=relaxed
+        )
         for group, now in zip(self.optimizer.param_groups, settings):
             group.update(now)  # betas and decay are what the configuration says today
         return loaded
+
+    def _allowed(self) -> Relaxed:
+        section = self.section
+        extra = [*section.allow_extra, *_DELAYED]
+        return Relaxed(list(section.allow_missing), extra, list(section.allow_shape), list(section.allow_dtype))
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
