@@ -11,7 +11,6 @@ killed after `timeout` seconds. After either the processes are started anew for 
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
 import pickle
@@ -27,11 +26,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.tensor import _redistribute, debug
 
 # Other ranks get this long to finish after one has failed. They may wait in a collective that will never complete.
 GRACE_SECONDS = 1.0
-# A rank that is done waits this long for the others before it closes its connections.
-LEAVE_SECONDS = 20.0
+# Sent when every rank is done: a connection that closes while another rank still opens or reads it fails that rank. And sent back
+# when a rank's group is closed: the next run's group must not meet the connections of this one.
+LEAVE = b"leave"
 
 
 class RankTimeout(AssertionError):
@@ -82,7 +83,15 @@ class Ranks:
             self._stop()
             missing = [rank for rank in range(self.world_size) if rank not in answers]
             raise RankTimeout(f"{function.__name__}: ranks {missing} did not finish in {timeout} s and were killed.")
+        self._leave()
         return [answers[rank] for rank in range(self.world_size)]
+
+    def _leave(self) -> None:
+        """Ranks close their groups, together."""
+        for pipe in self._pipes:
+            pipe.send_bytes(LEAVE)
+        for pipe in self._pipes:
+            pipe.recv_bytes()
 
     def _collect(self, answers: dict[int, Any], deadline: float) -> None:
         """Fills `answers` by rank until all are there or the time is over. Raises the error that came first."""
@@ -154,9 +163,13 @@ def _serve(pipe: Connection, rank: int, world_size: int, backend: str, threads: 
             request = pipe.recv_bytes()
         except (EOFError, OSError):
             os._exit(0)  # threads of a broken group may never end
+        if request == LEAVE:
+            _leave()
+            pipe.send_bytes(LEAVE)
+            continue
         answer: tuple[Any, BaseException | None, str | None]
-        function, args, store = pickle.loads(request)
         try:
+            function, args, store = pickle.loads(request)
             torch.manual_seed(0)
             dist.init_process_group(
                 backend,
@@ -168,23 +181,15 @@ def _serve(pipe: Connection, rank: int, world_size: int, backend: str, threads: 
             answer = (function(*args), None, None)
         except BaseException as error:
             answer = (None, error, traceback.format_exc())
-        _leave(f"{store}.left", rank, world_size)
         _send(pipe, answer)
 
 
-def _leave(path: str, rank: int, world_size: int) -> None:
-    """Closes this rank's group once every rank is done with it.
-
-    A connection that closes while another rank still opens or reads it fails that rank. And the next run's group must not meet the
-    connections of this one, so all this happens before the answer. A rank that never comes (an error left it waiting) is not waited
-    for long.
-    """
-    left = dist.FileStore(path, world_size)
-    left.set(str(rank), "")
-    with contextlib.suppress(dist.DistStoreError):
-        left.wait([str(other) for other in range(world_size)], datetime.timedelta(seconds=LEAVE_SECONDS))
+def _leave() -> None:
+    """Closes this rank's group. DTensor remembers meshes by their shape: those of the next run have other groups."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    debug._clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
 
 
 def _send(pipe: Connection, answer: tuple[Any, BaseException | None, str | None]) -> None:
