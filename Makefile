@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install test pytest test-fast test-gpu docs-test lint format clean train
+.PHONY: help install debian test pytest test-fast test-extra test-gpu docs-test lint format clean train
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -23,13 +23,22 @@ $(STAMP): requirements/torch.txt requirements/test.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 
+debian: ## install the Debian packages that some tests use, as root
+	@packages=$$(cat requirements/debian.txt); \
+	if dpkg-query -W -f '$${db:Status-Status}\n' $$packages 2>&1 | grep -qvx installed; then \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $$packages; \
+	fi
+
 test: lint pytest ## lint, then every test this machine can run
 
 pytest: $(STAMP) ## every test this machine can run (tests/gpu only where a GPU is)
 	$(BIN)/python -m pytest -q
 
 test-fast: $(STAMP) ## the tests that are not marked slow
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q -m "not slow and not extra"
+
+test-extra: $(STAMP) ## tests that take many minutes and show little more than the others
+	$(BIN)/python -m pytest -q -m extra
 
 test-gpu: $(STAMP) ## the tests that need a CUDA device
 	PYTHON=$(BIN)/python bash tests/gpu/run.sh

@@ -68,7 +68,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as resources:
         train = replace(config.train, run=folder, steps=10**6, evaluate_every=0, sample_tokens=0)
         size = min(train.global_batch, 64)
-        train = replace(train, global_batch=size, micro_batch=size)  # one part: the bare loop keeps nothing between parts
+        train = replace(
+            train, global_batch=size, micro_batch=size
+        )  # one part: the bare loop keeps nothing between parts
         config = replace(
             config,
             train=train,

@@ -33,9 +33,7 @@ STYLE = """
 def panel(title: str, chart: str, top: int) -> str:
     """A chart with its title, `top` units from the top."""
     inside = re.sub(r"^<svg[^>]*>|</svg>$", "", chart)
-    return (
-        f'<text class="title" x="10" y="{top + 14}">{escape(title)}</text><g transform="translate(0 {top + 18})">{inside}</g>'
-    )
+    return f'<text class="title" x="10" y="{top + 14}">{escape(title)}</text><g transform="translate(0 {top + 18})">{inside}</g>'
 
 
 def draw(runs: dict) -> str:

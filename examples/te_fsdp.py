@@ -127,6 +127,7 @@ def main():
             print(f"step {step}: loss {losses[-1]:.4f}")
 
     assert losses[-1] < 0.95 * losses[0], f"the loss went from {losses[0]:.4f} to {losses[-1]:.4f} only"
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -122,6 +122,7 @@ def main():
     for param in model.parameters():
         state = optimizer.state[param]
         assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32
+    dist.barrier()
     dist.destroy_process_group()
 
 

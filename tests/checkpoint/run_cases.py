@@ -210,7 +210,7 @@ def all_cases(root: str, world: int, everything: bool) -> dict[str, list[str]]:
     """In one run of the ranks, because a new process group would find the meshes of the one before in DTensor's caches.
 
     Every mesh loads the checkpoint of every other under delayed scaling, which has all that other recipes' have, and scales. Of its
-    other cases it loads one from another mesh.
+    other cases it loads one from another mesh; with `everything` all of them from all.
     """
     folder, start = Path(root), time.monotonic()
     problems: dict[str, list[str]] = {"continued": [], "resharded": []}
@@ -220,11 +220,11 @@ def all_cases(root: str, world: int, everything: bool) -> dict[str, list[str]]:
             problems["continued"] += train_and_save(folder, name, mesh, model, recipe)
     (folder / f"saved-{world}-{dist.get_rank() if dist.is_initialized() else 0}").touch()
     while len(list(folder.glob("saved-*"))) < sum(MESHES):
-        assert time.monotonic() - start < 500, "other ranks have not saved"
+        assert time.monotonic() - start < (1500 if everything else 500), "other ranks have not saved"
         time.sleep(0.05)
     for name, mesh in MESHES[world].items():
         for case in cases_of(name, everything):
             others = [n for n in NAMES if n != name and case in cases_of(n, everything)]
-            others = others if case[1] == "delayed" else [others[NAMES.index(name) % len(others)]]
+            others = others if everything or case[1] == "delayed" else [others[NAMES.index(name) % len(others)]]
             problems["resharded"] += load_from(folder, name, mesh, *case, others)
     return problems

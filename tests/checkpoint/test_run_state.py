@@ -9,21 +9,30 @@ import pytest
 from checkpoint.run_cases import MESHES, all_cases
 from distributed.ranks import Ranks
 
-pytestmark = pytest.mark.timeout(600)  # the first test waits for all ranks
-
-EVERYTHING = False  # True: every mesh under every recipe, in twice the time
+pytestmark = pytest.mark.timeout(1800)  # the first test waits for all ranks
 
 
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, list[str]]]]:
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(False, id="each mesh under a recipe or two"),
+        pytest.param(True, id="each mesh under every recipe", marks=pytest.mark.extra),
+    ],
+)
+def answers(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, list[dict[str, list[str]]]]:
     """By world size, of each rank."""
+    everything = request.param
     root = str(tmp_path_factory.mktemp("runs"))
     with Ranks(4) as four, Ranks(6) as six, ThreadPoolExecutor(2) as threads:
         futures = {
-            ranks.world_size: threads.submit(ranks.run, all_cases, root, ranks.world_size, EVERYTHING, timeout=550)
+            ranks.world_size: threads.submit(
+                ranks.run, all_cases, root, ranks.world_size, everything, timeout=1700 if everything else 550
+            )
             for ranks in (four, six)
         }
-        alone = all_cases(root, 1, EVERYTHING)
+        alone = all_cases(root, 1, everything)
         return {1: [alone], **{world: future.result() for world, future in futures.items()}}
 
 

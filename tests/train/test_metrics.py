@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pty
+import select
 
 import pytest
 
@@ -115,7 +116,10 @@ def test_a_terminal_gets_a_progress_bar():
         for n in range(1, 4):
             console.record(step(n, validation_loss=1.5 if n == 2 else None))
         console.close()
-        shown = os.read(parent, 100_000).decode()
+        stream.flush()
+        shown = ""
+        while select.select([parent], [], [], 0.5)[0]:  # it comes in pieces
+            shown += os.read(parent, 100_000).decode()
     os.close(parent)
     assert "\x1b[" in shown and "step 3/3" in shown and "validation 1.5000" in shown
 

@@ -14,7 +14,7 @@ from ottava.train import charts
 from ottava.train.arguments import to_toml
 from ottava.train.config import Config
 from ottava.train.metrics import Metrics, StepMetrics
-from ottava.train.report import load_run, write_report
+from ottava.train.report import STYLE, load_run, write_report
 
 
 def make_run(folder: Path, steps: int = 40, speed: float = 1.0) -> Path:
@@ -24,8 +24,8 @@ def make_run(folder: Path, steps: int = 40, speed: float = 1.0) -> Path:
             metrics.record(
                 StepMetrics(
                     n, float("nan") if n == 9 else 2 + 3.5 / n, 1.0, 1e-3, 64 * n, 640.0 * speed, 0.1,
-                    mfu=0.4 * speed, mfu_basis="6N <causal>", peak_reserved_gib=1.5, forward_s=0.03, backward_s=0.06,
-                    optimizer_s=0.01, validation_loss=2.5 if n % 10 == 0 else None, attempt=int(n > 20),
+                    mfu=0.4 * speed, mfu_basis="6N <causal>", peak_reserved_gib=1.5, forward_s=0.03, backward_s=0.05,
+                    communication_s=0.01, optimizer_s=0.01, validation_loss=2.5 if n % 10 == 0 else None, attempt=int(n > 20),
                     event="skipped: non-finite loss" if n == 9 else None,
                 )
             )  # fmt: skip
@@ -101,7 +101,8 @@ def test_everything_is_drawn_for_both_runs(page):
         assert title in words
     for said in (
         "gate failed",
-        "failed",
+        "communication 10%",
+        ": 0.4, limit 0.5",
         "restart 1",
         "skipped: non-finite loss",
         "52.0%",
@@ -109,8 +110,9 @@ def test_everything_is_drawn_for_both_runs(page):
         "layer 11, step 30: 11%",
     ):
         assert said in words
+    assert parsed.words.count("failed") == 2
     assert parsed.seen.count("svg") == 7 + 2 + 2
-    assert parsed.seen.count("polygon") == 2 * 3
+    assert parsed.seen.count("polygon") == 2 * 4
     assert parsed.seen.count("rect") == 2 * 12 * 3
 
 
@@ -138,6 +140,67 @@ def test_a_run_that_just_began_and_has_nothing_else(tmp_path):
     assert "running or killed" in parsed.words and "circle" in parsed.seen
 
 
+def test_a_step_that_was_looked_at_twice_counts_as_it_was_last(tmp_path):
+    run = make_run(tmp_path / "a")
+    with (run / "fp8.jsonl").open("a") as file:  # the run went back to step 10
+        for step in (20, 30, 40):
+            file.write(json.dumps({"step": step, "tensors": {"layers.0.proj.input": {"underflow": 0.07}}}) + "\n")
+    assert [look["step"] for look in load_run(run).health] == [10, 20, 30, 40]
+    words = Page(write_report([run], tmp_path / "r.html").read_text()).words
+    assert "layer 0, step 20: 7%" in words and "layer 11, step 20: not measured" in words
+
+
+def test_a_bad_look_among_many_is_shown(tmp_path):
+    run = make_run(tmp_path / "a")
+    looks = [
+        {"step": s, "tensors": {"layers.0.proj.input": {"underflow": 0.09 if s == 77 else 0.0}}} for s in range(1, 1001)
+    ]
+    (run / "fp8.jsonl").write_text("".join(json.dumps(look) + "\n" for look in looks))
+    parsed = Page(write_report([run], tmp_path / "r.html").read_text())
+    assert parsed.seen.count("rect") <= 60 and any(
+        re.fullmatch(r"layer 0, step \d+: 9%", word) for word in parsed.words
+    )
+
+
+def test_runs_of_the_same_name_are_told_apart(tmp_path, monkeypatch):
+    first, second = make_run(tmp_path / "monday" / "run"), make_run(tmp_path / "tuesday" / "run")
+    words = Page(write_report([first, second], tmp_path / "r.html").read_text()).words
+    assert "monday/run" in words and "tuesday/run" in words
+    monkeypatch.chdir(first)
+    assert load_run(Path(".")).name == "run"
+
+
+def test_events_beyond_the_table_are_counted(tmp_path):
+    with Metrics(tmp_path / "a") as metrics:
+        for n in range(1, 251):
+            metrics.record(StepMetrics(n, 5.5, 1.0, 1e-3, 64, 640.0, 0.1, event="loss spike"))
+    words = Page(write_report([tmp_path / "a"], tmp_path / "r.html").read_text()).words
+    assert "50 more are not shown." in words
+
+
+def test_slow_first_steps_do_not_hide_the_others(tmp_path):
+    with Metrics(tmp_path / "a") as metrics:
+        for n in range(1, 21):
+            metrics.record(StepMetrics(n, 5.5, 1.0, 1e-3, 64, 640.0, 0.1, forward_s=60.0 if n == 1 else 0.1))
+    svg = re.findall(r"<svg.*?</svg>", write_report([tmp_path / "a"], tmp_path / "r.html").read_text(), flags=re.S)[-1]
+    assert "Seconds of a step" in svg and ">0.1<" in svg and ">20<" in svg and ">60<" not in svg
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of #rrggbb, as WCAG 2 defines it."""
+    levels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in levels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("colour", charts.COLOURS)
+def test_lines_stand_out_from_a_light_and_a_dark_page(colour):
+    """WCAG 2 asks for 3:1 of what is drawn."""
+    for card in re.findall(r"--card: (#\w+)", STYLE):
+        high, low = sorted((luminance(colour), luminance(card)), reverse=True)
+        assert (high + 0.05) / (low + 0.05) >= 3, card
+
+
 def test_what_is_no_run_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"is not a run: it has no metrics.jsonl"):
         write_report([tmp_path], tmp_path / "r.html")
@@ -154,3 +217,14 @@ def test_what_is_no_run_is_named(tmp_path):
 )
 def test_ticks_are_round(low, high, want):
     assert charts.ticks(low, high) == pytest.approx(want)
+
+
+@pytest.mark.parametrize(
+    "value, want",
+    [
+        (0.0, "0"), (0.25, "0.25"), (3.1662, "3.1662"), (1_500.0, "1,500"), (9_500.0, "9,500"), (12_000.0, "12k"),
+        (150_000.0, "150k"), (2_500_000.0, "2.5M"), (4e9, "4G"), (2.5e-4, "2.5e-4"), (6e-10, "6e-10"), (-20_000.0, "-20k"),
+    ],
+)  # fmt: skip
+def test_labels_say_the_number(value, want):
+    assert charts.plain(value) == want

@@ -12,7 +12,7 @@ from html import escape
 
 WIDTH, HEIGHT = 400, 230
 LEFT, RIGHT, TOP, BOTTOM = 52, 18, 10, 26
-COLOURS = ("#3b82f6", "#ef4444", "#059669", "#d97706", "#8b5cf6", "#0891b2", "#db2777", "#65a30d")
+COLOURS = ("#3b82f6", "#ef4444", "#059669", "#d97706", "#8b5cf6", "#0891b2", "#db2777", "#5c940d")
 """Of lines. All stand out from white and from a dark page."""
 AREA_COLOURS = ("#94a3b8", "#7cb5d8", "#4682a9", "#e8a33d", "#8a6fb0", "#6ba368", "#c9737b", "#5f6b7a")
 """Softer, and none of those above: a part of something is not a run."""

@@ -37,7 +37,7 @@ body { margin: 0 auto; padding: 12px; max-width: 1280px; box-sizing: border-box;
 h1 { font-size: 22px; margin: 8px 0 } h2 { font-size: 16px; margin: 0 0 6px }
 .grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(350px, 100%), 1fr)); gap: 12px; margin-bottom: 12px }
 .card { background: var(--card); border: 1px solid var(--rule); border-radius: 8px; padding: 10px; min-width: 0 }
-.wide { grid-column: 1 / -1 } .scroll { overflow: auto; max-height: 420px }
+.wide { grid-column: 1 / -1 } .scroll { overflow: auto; max-height: 560px }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 14px } th { font-weight: 600 }
 td, th { padding: 3px 12px 3px 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--rule) }
 th:first-child { position: sticky; left: 0; background: var(--card) } tbody th { font-weight: 400; color: var(--soft) }
@@ -207,7 +207,7 @@ def _split_cards(runs: list[Run]) -> list[str]:
     for run, parts, height in zip(runs, split, heights):
         top = max((other for other in heights if other < 4 * height), default=height)
         chart = charts.stacked("Seconds of a step", parts, top=top)
-        cards.append(_card(f"Seconds of a step: {run.name}", chart, _shares(parts)))
+        cards.append(_card(f"Where a step's seconds go: {run.name}", chart, _shares(parts)))
     return cards
 
 
