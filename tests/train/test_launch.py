@@ -20,18 +20,21 @@ from train.runs import lines, tiny
 EXACT = ("loss", "grad_norm", "lr", "tokens")
 
 
-def start(config: Config) -> subprocess.Popen[str]:
+def start(config: Config, *launcher: str) -> subprocess.Popen[str]:
+    """`ottava train`, by itself or by another launcher."""
     config.run_folder.parent.mkdir(parents=True, exist_ok=True)
     path = config.run_folder.parent / f"{config.run_folder.name}.toml"
     path.write_text(to_toml(config))
-    words = [sys.executable, "-m", "ottava", "train", str(path)]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    words = [sys.executable, *launcher, "-m", "ottava", "train", str(path)]
+    options: dict[str, Any] = {"env": os.environ | {"PYTHONFAULTHANDLER": "1"}, "text": True}
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
 
 
 def ranks_of(launcher: subprocess.Popen[str]) -> list[int]:
     """Process ids, in order of rank."""
     children = [int(n) for n in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
-    return sorted(pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    words = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
+    return sorted(pid for pid in children if b"spawn_main" in words[pid] or b"\0train\0" in words[pid])
 
 
 def wait_for_step(config: Config, step: int, launcher: subprocess.Popen[str]) -> None:
@@ -47,6 +50,14 @@ def wait_for_step(config: Config, step: int, launcher: subprocess.Popen[str]) ->
 def end(launcher: subprocess.Popen[str]) -> tuple[int, str]:
     try:
         output, _ = launcher.communicate(timeout=150)
+    except subprocess.TimeoutExpired:
+        ranks = ranks_of(launcher)
+        for process in (*ranks, launcher.pid):
+            os.kill(process, signal.SIGABRT)  # it writes its stacks
+        time.sleep(2)
+        for process in (*ranks, launcher.pid):  # they hold the pipe open
+            os.kill(process, signal.SIGKILL)
+        raise AssertionError(f"it did not end in 150 s:\n{launcher.communicate()[0]}") from None
     finally:
         launcher.kill()
     return launcher.returncode, output
@@ -84,6 +95,22 @@ def test_killed_then_stopped_then_finished(tmp_path):
     code, output = end(start(shorter))
     assert code == 0, output
     assert by_step(lines(config))[len(after)] == after[len(after)] and len(lines(config)) == len(after) + 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for the ranks' processes in /proc")
+def test_torchrun_starts_it_again_where_it_was(tmp_path):
+    config = tiny(tmp_path, train={"steps": 30, "evaluate_every": 0}, checkpoint={"every": 5})
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
+    launcher = start(config, *torchrun)
+    wait_for_step(config, 13, launcher)
+    os.kill(ranks_of(launcher)[1], signal.SIGKILL)
+    code, output = end(launcher)
+    assert code == 0 and "Resuming from" in output, output
+    found = lines(config)
+    assert [line["step"] for line in found] == list(range(1, 31))
+    restarted = [line["step"] for line in found if line["attempt"] == 1]
+    assert restarted == list(range(restarted[0], 31)) and restarted[0] % 5 == 1  # behind a checkpoint
 
 
 @pytest.mark.slow

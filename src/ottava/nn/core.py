@@ -39,6 +39,7 @@ from ottava.nn.stage import (
     tensor_amax,
 )
 from ottava.nn.strategy import Strategy, gathers_gradient, gathers_input, spreads_input, spreads_output
+from ottava.nn.watch import scaled_mm
 from ottava.quant.scheme import Scheme
 
 ops = torch.ops.ottava
@@ -159,7 +160,7 @@ def _forward_quantized(
         assert stage.strategy is not None
         row = _gather_operand(stage.strategy, *row, stage.input, 0)
     sums = stage.strategy is not None and stage.strategy.mode == "row"
-    out = ops.scaled_mm(
+    out = scaled_mm(
         *row, t.row, t.row_scale, t.row_amax,
         stage.input, stage.weight, None if sums else t.bias, h.dtype, stage.split_fprop,
     )  # fmt: skip
@@ -274,7 +275,7 @@ def _dgrad(stage: Stage, s: Saved, grad: Gradient, dtype: torch.dtype) -> Tensor
     if q is None:
         assert grad.value is not None
         return ops.mm(grad.value, _dgrad_operand(stage, s, dtype).t(), None, dtype, stage.output_parts)
-    return ops.scaled_mm(
+    return scaled_mm(
         q.rowwise_data, q.rowwise_scale_inv, q.rowwise_amax, s.w_data, s.w_scale, s.w_amax,
         stage.grad, stage.weight, None, dtype, stage.split_dgrad, stage.output_parts,
     )  # fmt: skip
@@ -286,7 +287,7 @@ def _wgrad(stage: Stage, grad: Gradient, operand: Operand, dtype: torch.dtype) -
     if q is None:
         assert grad.value is not None
         return ops.mm(grad.value.t(), operand[0].t(), None, dtype)
-    return ops.scaled_mm(
+    return scaled_mm(
         q.columnwise_data, q.columnwise_scale_inv, q.columnwise_amax, *operand,
         stage.grad, stage.input, None, dtype, stage.split_wgrad,
     )  # fmt: skip

@@ -15,16 +15,16 @@ Shares of large operands are those of every n-th row, about a million values.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ottava.checkpoint.placement import modules_of
-from ottava.nn import core
 from ottava.nn.base import QuantizedModule
+from ottava.nn.watch import Operand, watching
 from ottava.quant.formats import ELEMENTS, e8m0_to_float
 from ottava.quant.scheme import Scheme
 from ottava.train.config import Config
@@ -40,28 +40,21 @@ STAGES = {1: ("",), 2: ("fc1.", "fc2.")}
 """What the products of a module are called, by their number."""
 
 
-class Operand(NamedTuple):
-    """One side of a product, K-major bytes."""
-
-    data: Tensor
-    scale_inv: Tensor
-    amax: Tensor
-    scheme: Scheme
-
-    def figures(self) -> Tensor:
-        """(amax, scale, underflow, saturated), float32 [4] on the device."""
-        codes = self.data.view(torch.uint8)
-        codes = codes[:: max(codes.numel() // SAMPLE, 1)]
-        if self.scheme.format == "e2m1":  # two in a byte
-            codes = torch.stack([codes & 0xF, codes >> 4])
-            magnitude = codes & 0x7
-        else:
-            magnitude = codes & 0x7F
-        size = max(magnitude.numel(), 1)
-        inverse = _as_float(self.scale_inv, self.scheme).amax()
-        amax = self.amax.amax() if self.amax.numel() else inverse * ELEMENTS[self.scheme.format].max
-        zero, top = (magnitude == 0).sum() / size, (magnitude == LARGEST[self.scheme.format]).sum() / size
-        return torch.stack([amax.float(), 1.0 / inverse, zero, top])
+def figures(operand: Operand) -> Tensor:
+    """(amax, scale, underflow, saturated), float32 [4] on the device."""
+    scheme = Scheme.parse(operand.scheme)
+    codes = operand.data.view(torch.uint8)
+    codes = codes[:: max(codes.numel() // SAMPLE, 1)]
+    if scheme.format == "e2m1":  # two in a byte
+        codes = torch.stack([codes & 0xF, codes >> 4])
+        magnitude = codes & 0x7
+    else:
+        magnitude = codes & 0x7F
+    size = max(magnitude.numel(), 1)
+    inverse = _as_float(operand.scale_inv, scheme).amax()
+    amax = operand.amax.amax() if operand.amax.numel() else inverse * ELEMENTS[scheme.format].max
+    zero, top = (magnitude == 0).sum() / size, (magnitude == LARGEST[scheme.format]).sum() / size
+    return torch.stack([amax.float(), 1.0 / inverse, zero, top])
 
 
 def _as_float(scale_inv: Tensor, scheme: Scheme) -> Tensor:
@@ -70,25 +63,6 @@ def _as_float(scale_inv: Tensor, scheme: Scheme) -> Tensor:
     if scheme.kind == "nvfp4":
         return scale_inv.view(torch.float8_e4m3fn).float()
     return scale_inv.float()
-
-
-class _Seen:
-    """Stands in for `torch.ops.ottava` in the core, and shows every product to `look` before it is made."""
-
-    def __init__(self, ops: Any, look: Callable[[Operand, Operand], None]) -> None:
-        self._ops, self._look = ops, look
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._ops, name)
-
-    def scaled_mm(self, *args: Any) -> Tensor:
-        """As `ottava::scaled_mm`."""
-        with torch.no_grad():
-            a, a_scale, a_amax, b, b_scale, b_amax, a_scheme, b_scheme = args[:8]
-            self._look(
-                Operand(a, a_scale, a_amax, Scheme.parse(a_scheme)), Operand(b, b_scale, b_amax, Scheme.parse(b_scheme))
-            )
-        return self._ops.scaled_mm(*args)
 
 
 class Fp8Health:
@@ -116,12 +90,10 @@ class Fp8Health:
             yield
             return
         hooks = [hook for name, module in _quantized(self._model) for hook in self._hooks(name, module)]
-        plain = core.ops
-        core.ops = _Seen(plain, self._look)  # type: ignore[assignment]
         try:
-            yield
+            with watching(self._look):
+                yield
         finally:
-            core.ops = plain
             for hook in hooks:
                 hook.remove()
         self._write(step + 1)
@@ -160,7 +132,7 @@ class Fp8Health:
 
     def _note(self, name: str, operand: Operand) -> None:
         """The last microbatch stands for all."""
-        self._figures[name] = operand.figures()
+        self._figures[name] = figures(operand)
 
     def _write(self, step: int) -> None:
         names = list(self._figures)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -55,8 +57,8 @@ class World:
         self.rank, self.size = place.rank, place.size
         self.device = _device(place)
         options: dict[str, Any] = {"timeout": timedelta(seconds=max(timeout, LEAST_TIMEOUT_S))}
-        if place.port is not None:
-            store = dist.TCPStore(place.host or "localhost", place.port, is_master=False, wait_for_workers=False)
+        store = _store(place)
+        if store is not None:
             options |= {"store": store, "rank": place.rank, "world_size": place.size}
         dist.init_process_group(_backend(self.device, place), **options)
 
@@ -121,6 +123,45 @@ class World:
 def local_ranks(asked: int | None) -> int:
     """Ranks to start on this machine: as many as asked for, one a GPU, or 2 on a CPU."""
     return asked or torch.cuda.device_count() or 2
+
+
+def _store(place: Place, variables: Mapping[str, str] = os.environ) -> dist.Store | None:
+    """Where the ranks find each other; None: torch knows, from the launcher's variables."""
+    if place.port is not None:
+        return dist.TCPStore(place.host or "localhost", place.port, is_master=False, wait_for_workers=False)
+    if variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    address, port = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
+    return meet(dist.TCPStore(address, port, is_master=False, wait_for_workers=False), address, place.rank)
+
+
+def meet(known: dist.Store, host: str, rank: int, seconds: float = 300.0) -> dist.Store:
+    """A new store that rank 0 serves, for this start of the ranks alone. `known`: one that all ranks see; host: where rank 0 runs.
+
+    torchrun's own store lives as long as torchrun does. After a restart it still has the addresses of ranks that are dead, and ranks
+    that read those wait for ever. Here an old address leads to a server that is gone, or has another secret: then rank 0 has not told
+    the new one yet.
+
+        >>> store = meet(torchruns_store, "node-0", rank)
+    """
+    key = "ottava/meeting"
+    if rank == 0:
+        served = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        secret = secrets.token_hex(16)
+        served.set("secret", secret)
+        known.set(key, f"{served.port} {secret}")
+        return served
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        port, secret = known.get(key).decode().split()
+        try:
+            found = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=2))
+            if found.check(["secret"]) and found.get("secret").decode() == secret:
+                found.set_timeout(timedelta(seconds=seconds))
+                return found
+        except dist.DistError:
+            time.sleep(0.1)
+    raise TimeoutError(f"rank {rank} did not find rank 0 on {host} in {seconds:.0f} s.")
 
 
 def _device(place: Place) -> torch.device:
