@@ -5,6 +5,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 # Written last, so that an interrupted install is done again and a finished one needs no network.
 STAMP  := $(VENV)/.installed
+# Processes that share the test files out, in their order: those with many ranks come early.
+WORKERS ?= 2
+SHARED  := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help install debian test pytest test-fast test-extra test-gpu docs-test lint format clean train
@@ -32,10 +35,10 @@ debian: ## install the Debian packages that some tests use, as root
 test: lint pytest ## lint, then every test this machine can run
 
 pytest: $(STAMP) ## every test this machine can run (tests/gpu only where a GPU is)
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q $(SHARED)
 
 test-fast: $(STAMP) ## the tests that are not marked slow
-	$(BIN)/python -m pytest -q -m "not slow and not extra"
+	$(BIN)/python -m pytest -q $(SHARED) -m "not slow and not extra"
 
 test-extra: $(STAMP) ## tests that take many minutes and show little more than the others
 	$(BIN)/python -m pytest -q -m extra

@@ -126,10 +126,11 @@ def ours(folder: Path, step: int, state: dict[str, Any], checkpoints: Checkpoint
 
 
 def clear(path: Path) -> None:
-    """Removes what was written and waits for the disk."""
+    """Removes what was written. The folder itself stays: a run makes its own once."""
     dist.barrier()
     if dist.get_rank() == 0:
-        shutil.rmtree(path, ignore_errors=True)
+        for inside in path.iterdir():
+            shutil.rmtree(inside) if inside.is_dir() else inside.unlink()
     dist.barrier()
 
 

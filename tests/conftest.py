@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+
+# Threads of OpenMP spin while they wait for each other. With more of them than free cores a test can take 30 times as long, so every
+# process of the tests has one; what is said about threads is tested with `torch.set_num_threads`.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch

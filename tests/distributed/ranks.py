@@ -1,6 +1,6 @@
 """`Ranks`: real processes with a gloo group between them, for tests.
 
-    with Ranks(4) as ranks:                      # starts 4 processes once, which costs seconds (they import torch)
+    with Ranks(4) as ranks:                      # starts 4 processes once
         losses = ranks.run(train, plan)          # train(plan) in every rank: a list, one result a rank
         ranks.run(other_case)                    # a new process group in the same processes: milliseconds
 
@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import _redistribute, debug
+from torch.distributed.tensor import _redistribute
 
 # Other ranks get this long to finish after one has failed. They may wait in a collective that will never complete.
 GRACE_SECONDS = 1.0
@@ -187,10 +187,9 @@ def _serve(pipe: Connection, rank: int, world_size: int, backend: str, threads: 
 
 
 def _leave() -> None:
-    """Closes this rank's group. DTensor remembers meshes by their shape: those of the next run have other groups."""
+    """Closes this rank's group. DTensor remembers flattened meshes, and equal ones of the next run have other groups."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    debug._clear_sharding_prop_cache()
     _redistribute._gen_transform_infos.cache_clear()
 
 

@@ -1,7 +1,7 @@
 """The quantized products of the modules, and a way to look at their operands on the way in.
 
-    with watching(lambda a, b: print(a.scheme, b.scheme)):
-        loss = model(tokens, targets)         # every product of FP8 bytes is shown before it is made
+with watching(lambda a, b: print(a.scheme, b.scheme)):
+    loss = model(tokens, targets)         # every product of FP8 bytes is shown before it is made
 """
 
 from __future__ import annotations

@@ -155,12 +155,15 @@ def meet(known: dist.Store, host: str, rank: int, seconds: float = 300.0) -> dis
     while time.monotonic() < deadline:
         port, secret = known.get(key).decode().split()
         try:
-            found = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=2))
+            found = dist.TCPStore(
+                host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=2)
+            )
             if found.check(["secret"]) and found.get("secret").decode() == secret:
                 found.set_timeout(timedelta(seconds=seconds))
                 return found
         except dist.DistError:
-            time.sleep(0.1)
+            pass  # nobody there
+        time.sleep(0.1)
     raise TimeoutError(f"rank {rank} did not find rank 0 on {host} in {seconds:.0f} s.")
 
 
