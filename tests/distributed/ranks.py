@@ -26,13 +26,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import _redistribute
+from torch.distributed.tensor import _redistribute, debug
 
 # Other ranks get this long to finish after one has failed. They may wait in a collective that will never complete.
 GRACE_SECONDS = 1.0
 # Sent when every rank is done: a connection that closes while another rank still opens or reads it fails that rank. And sent back
 # when a rank's group is closed: the next run's group must not meet the connections of this one.
-LEAVE = b"leave"
+LEAVE, LEAVE_AND_FORGET = b"leave", b"leave and forget"
 
 
 class RankTimeout(AssertionError):
@@ -46,8 +46,10 @@ class RankDied(AssertionError):
 class Ranks:
     """`world_size` processes that run functions with a process group between them."""
 
-    def __init__(self, world_size: int, backend: str = "gloo", threads: int = 1) -> None:
+    def __init__(self, world_size: int, backend: str = "gloo", threads: int = 1, *, same_meshes: bool = False) -> None:
+        """same_meshes: every run makes the same meshes in the same order, so what DTensor remembers of them stays true."""
         self.world_size, self.backend, self.threads = world_size, backend, threads
+        self._leaving = LEAVE if same_meshes else LEAVE_AND_FORGET
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._folder = tempfile.TemporaryDirectory(prefix="ottava-ranks-")
@@ -89,7 +91,7 @@ class Ranks:
     def _leave(self) -> None:
         """Ranks close their groups, together."""
         for pipe in self._pipes:
-            pipe.send_bytes(LEAVE)
+            pipe.send_bytes(self._leaving)
         for pipe in self._pipes:
             pipe.recv_bytes()
 
@@ -165,9 +167,9 @@ def _serve(pipe: Connection, rank: int, world_size: int, backend: str, threads: 
             request = pipe.recv_bytes()
         except (EOFError, OSError):
             os._exit(0)  # threads of a broken group may never end
-        if request == LEAVE:
-            _leave()
-            pipe.send_bytes(LEAVE)
+        if request in (LEAVE, LEAVE_AND_FORGET):
+            _leave(forget=request == LEAVE_AND_FORGET)
+            pipe.send_bytes(request)
             continue
         answer: tuple[Any, BaseException | None, str | None]
         try:
@@ -186,11 +188,13 @@ def _serve(pipe: Connection, rank: int, world_size: int, backend: str, threads: 
         _send(pipe, answer)
 
 
-def _leave() -> None:
-    """Closes this rank's group. DTensor remembers flattened meshes, and equal ones of the next run have other groups."""
+def _leave(forget: bool) -> None:
+    """Closes this rank's group. forget: what DTensor remembers of meshes, since equal ones of the next run may have other groups."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    _redistribute._gen_transform_infos.cache_clear()
+    if forget:
+        debug._clear_sharding_prop_cache()
+        _redistribute._gen_transform_infos.cache_clear()
 
 
 def _send(pipe: Connection, answer: tuple[Any, BaseException | None, str | None]) -> None:
