@@ -24,6 +24,7 @@ from ottava.checkpoint import boxes as boxes_module
 from ottava.checkpoint.boxes import Piece, tiling_problem
 from ottava.checkpoint.flat import flatten
 from ottava.checkpoint.metadata import decode
+from ottava.checkpoint.save import Save
 
 
 def names(root: Path) -> list[str]:
@@ -374,3 +375,35 @@ def test_loading_counts_as_writing(tmp_path: Path) -> None:
     Checkpoints(tmp_path).load({"w": whole, "part": part[:, :3]})
     assert torch.equal(whole, torch.ones(4, 3)) and torch.equal(part[:, :3], torch.ones(4, 3)) and not part[:, 3:].any()
     assert whole._version > versions[0] and part._version > versions[1]
+
+
+def test_what_the_optimizer_changes_is_copied_before_its_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, counter = nn.Parameter(torch.ones(4)), torch.zeros(2)
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+    weight.grad = torch.ones(4)
+    optimizer.step()
+    moments = optimizer.state[weight]
+    state = {"weight": weight, "counter": counter, "moment": moments["exp_avg"]}
+    wanted = {name: tensor.detach().clone() for name, tensor in state.items()}
+    begun, go_on, plain = threading.Event(), threading.Event(), Save.stage_rest
+
+    def slow(self: Save, *args: Any) -> None:
+        begun.set()
+        go_on.wait(30)
+        plain(self, *args)
+
+    monkeypatch.setattr(Save, "stage_rest", slow)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save_async(1, state, until=optimizer)
+        counter += 1  # nobody's but ours: it was copied at once
+        assert begun.wait(30)
+        threading.Timer(0.3, go_on.set).start()
+        optimizer.step()  # waits
+        assert go_on.is_set() and not torch.equal(weight, wanted["weight"])
+        checkpoints.wait()
+        optimizer.step()  # the hook is gone
+        found = {name: torch.empty_like(tensor) for name, tensor in wanted.items()}
+        checkpoints.load(found)
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())

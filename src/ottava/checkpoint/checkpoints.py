@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
+from torch.optim import Optimizer
+
 from ottava.checkpoint.background import Background
 from ottava.checkpoint.boxes import Pieces, one_piece
 from ottava.checkpoint.digest import algorithm
@@ -66,8 +68,11 @@ class Checkpoints:
         self.last_saved = step
         return path
 
-    def save_async(self, step: int, state: Mapping[str, Any]) -> None:
+    def save_async(self, step: int, state: Mapping[str, Any], until: Optimizer | None = None) -> None:
         """Copies the state and saves the copy while training goes on.
+
+        until: what only this optimizer changes (its parameters and its state) is copied behind the next forward and backward pass;
+        its next step waits until that is done. Nothing else may change these tensors before. Without it all is copied at once.
 
         Waits for the save before it, and raises its error. After an error one save is made in this thread instead, so that a
         writer that keeps failing is noticed where it happens.
@@ -75,7 +80,7 @@ class Checkpoints:
         self.wait()
         save = self._begin(step, state)
         if self._background.trusted:
-            self._background.start(save, step)
+            self._background.start(save, step, until)
         else:
             save.finish()
             self._background.trusted = True

@@ -59,6 +59,7 @@ class Save:
         self._plan: SavePlan | None = None  # in rank 0
         self._items: list[Item] = []
         self._sources: dict[Item, Tensor] = {}
+        self._staged: set[Item] = set()
         self._staging_error: Exception | None = None
 
     @property
@@ -92,29 +93,52 @@ class Save:
         save._sources = _sources(save._items, flat, options.pieces)
         return save
 
-    def stage(self, buffers: dict[Item, Tensor]) -> None:
+    def stage(self, buffers: dict[Item, Tensor], later: frozenset[int] = frozenset()) -> None:
         """Copies what this rank writes into `buffers`, whose memory is used again from save to save.
 
-        An error is kept for `finish`, where all ranks learn of it.
+        later: addresses of storages that need not be copied now; `stage_rest` copies what lies in them. An error is kept for
+        `finish`, where all ranks learn of it.
         """
-        try:
-            self._stage(buffers)
-        except Exception as error:
-            self._staging_error = error
 
-    def _stage(self, buffers: dict[Item, Tensor]) -> None:
-        self.options.hook("staging")
-        wanted = set(self._sources)
-        for item in [i for i in buffers if i not in wanted]:
-            del buffers[item]
-        for item, source in self._sources.items():
+        def work() -> None:
+            self.options.hook("staging")
+            for item in [i for i in buffers if i not in self._sources]:
+                del buffers[item]
+            self._copy(buffers, [i for i, s in self._sources.items() if s.untyped_storage().data_ptr() not in later])
+
+        self._keep_error(work)
+
+    def stage_rest(self, buffers: dict[Item, Tensor], ready: torch.cuda.Event | None = None) -> None:
+        """Copies what `stage` has left. On a GPU beside other work, after the event `ready` in the stream that wrote it."""
+
+        def work() -> None:
+            rest = [item for item in self._sources if item not in self._staged]
+            if ready is None:
+                self._copy(buffers, rest)
+                return
+            with torch.cuda.stream(torch.cuda.Stream()):
+                torch.cuda.current_stream().wait_event(ready)
+                self._copy(buffers, rest)
+
+        self._keep_error(work)
+
+    def _copy(self, buffers: dict[Item, Tensor], items: Sequence[Item]) -> None:
+        sources = {item: self._sources[item] for item in items}
+        for item, source in sources.items():
             buffer = buffers.get(item)
             if buffer is None or buffer.dtype != source.dtype:
                 buffer = buffers[item] = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
             buffer.copy_(source, non_blocking=True)
-        if any(s.is_cuda for s in self._sources.values()):
-            torch.cuda.synchronize()
-        self._sources = {item: buffers[item] for item in self._sources}
+        if any(s.is_cuda for s in sources.values()):
+            torch.cuda.current_stream().synchronize()
+        self._sources |= {item: buffers[item] for item in items}
+        self._staged.update(items)
+
+    def _keep_error(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:
+            self._staging_error = self._staging_error or error
 
     def finish(self, team: Team | None = None) -> Location:
         """Writes and commits; where the checkpoint is. team: to be used instead, by another thread than that of `begin`."""

@@ -46,7 +46,7 @@ class RunState:
         """After `step` steps. wait: it is committed when this returns."""
         state = model_state(self.model.module, self.optimizer) | {"step": step}
         if self.section.background and not wait:
-            self.checkpoints.save_async(step, state)
+            self.checkpoints.save_async(step, state, until=self.optimizer)
         else:
             self.checkpoints.finish(step, state)
 
