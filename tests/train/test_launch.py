@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from ottava.train import launch
 from ottava.train.arguments import to_toml
 from ottava.train.config import Config
 from train.runs import lines, tiny
@@ -61,6 +63,30 @@ def end(launcher: subprocess.Popen[str]) -> tuple[int, str]:
     finally:
         launcher.kill()
     return launcher.returncode, output
+
+
+class Late:
+    """A process whose exit code comes a moment after its sentinel, as the system may do it."""
+
+    def __init__(self, seconds: float, code: int) -> None:
+        context = multiprocessing.get_context("fork")
+        self.process = context.Process(target=lambda: (time.sleep(seconds), os._exit(code)))
+        self.process.start()
+        self.sentinel, self.kill, self.asked = self.process.sentinel, self.process.kill, 0
+
+    @property
+    def exitcode(self) -> int | None:
+        found = self.process.exitcode
+        self.asked += found is not None
+        return found if self.asked > 1 else None
+
+
+def test_a_failed_rank_is_seen_however_late_its_exit_code_comes(monkeypatch):
+    monkeypatch.setattr(launch, "GRACE_S", 0.5)
+    ranks = [Late(60.0, 0), Late(0.2, 3)]
+    began = time.monotonic()
+    assert launch._wait(ranks) == 1 and time.monotonic() - began < 20
+    assert ranks[0].process.exitcode == -signal.SIGKILL
 
 
 def by_step(found: list[dict[str, Any]]) -> dict[int, tuple[Any, ...]]:

@@ -82,10 +82,10 @@ def _start(config: Config, count: int) -> int:
             context.Process(target=_rank, args=(config, rank, count, store.port, folder), name=f"rank {rank}")
             for rank in range(count)
         ]
-        stop = _Stop(processes)
+        _Stop(processes)
         for process in processes:
             process.start()
-        first = _wait(processes, stop)
+        first = _wait(processes)
         failures = {rank: (Path(folder) / f"{rank}.txt") for rank in range(count)}
         texts = {rank: path.read_text(encoding="utf-8") for rank, path in failures.items() if path.is_file()}
     code = _code(processes[first].exitcode)
@@ -130,23 +130,25 @@ class _Stop:
         self._asked = True
 
 
-def _wait(processes: Sequence[Any], stop: _Stop) -> int:
+def _wait(processes: Sequence[Any]) -> int:
     """Until all ranks have ended. Returns the one whose exit code counts: the first that failed, or 0."""
     first: int | None = None
     deadline: float | None = None
-    while running := [process.sentinel for process in processes if process.is_alive()]:
-        left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-        wait(running, timeout=left)
-        failed = [rank for rank, p in enumerate(processes) if p.exitcode not in (None, 0)]
+    while True:
+        codes = [
+            process.exitcode for process in processes
+        ]  # once: who ends after this is waited for below, and seen the next time
+        running = [process for process, code in zip(processes, codes) if code is None]
+        failed = [rank for rank, code in enumerate(codes) if code]
+        if not running:
+            break
         if failed and first is None:
             first, deadline = failed[0], time.monotonic() + GRACE_S
-        if deadline is not None and time.monotonic() >= deadline:
-            for process in processes:
-                if process.is_alive():
-                    process.kill()
-    for process in processes:
-        process.join()
-    failed = [rank for rank, p in enumerate(processes) if p.exitcode != 0]
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            for process in running:
+                process.kill()
+        wait([process.sentinel for process in running], timeout=None if left is None else max(left, 0.1))
     return first if first is not None else (failed[0] if failed else 0)
 
 
