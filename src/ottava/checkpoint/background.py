@@ -44,9 +44,9 @@ class Background:
         ready = (
             torch.cuda.current_stream().record_event() if until is not None and torch.cuda.is_initialized() else None
         )
-        if until is not None:
-            self._hook = until.register_step_pre_hook(self._before_step)
         self.team.connect(f"step {step} was not saved")  # here: making a group is an act of all ranks in one order
+        if until is not None:  # behind everything that can fail: the optimizer waits for the thread
+            self._hook = until.register_step_pre_hook(self._before_step)
         self._thread = threading.Thread(target=self._run, args=(save, ready), name="ottava-checkpoint", daemon=True)
         try:
             self._thread.start()
