@@ -65,8 +65,8 @@ def train(recipe: str, options: argparse.Namespace, extra: list[str]) -> dict[st
     return {
         "validation": curve,
         "tokens_per_s": _median([line["tokens_per_s"] for line in settled]),
-        "mfu": _median([line["mfu"] for line in settled if line["mfu"] is not None]),
-        "mfu_basis": lines[-1]["mfu_basis"],
+        "mfu": _median([line["mfu"] for line in settled if line.get("mfu") is not None]),
+        "mfu_basis": lines[-1].get("mfu_basis"),
         "peak_reserved_gib": lines[-1]["peak_reserved_gib"],
     }
 

@@ -9,7 +9,6 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from transformers.integrations import finegrained_fp8
 
 from ottava.checkpoint import Checkpoints, Relaxed, load_model_state, model_state, verify
 from ottava.models import Llama, LlamaConfig
@@ -89,26 +88,38 @@ def test_bfloat16_is_the_rounded_weight(tmp_path: Path) -> None:
     assert json.loads((out / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
+BLOCKS = LlamaConfig(**{**vars(CONFIG), "hidden_size": 128, "ffn_hidden_size": 384})
+RAGGED = LlamaConfig(**{**vars(CONFIG), "hidden_size": 128, "ffn_hidden_size": 160})
+
+
 def test_fp8_export_has_blocks_and_scales_that_come_back(tmp_path: Path) -> None:
-    model, path = saved(tmp_path / "run", CONFIG)
-    out = export_hf(path, tmp_path / "hf", CONFIG, dtype="fp8")
+    model, path = saved(tmp_path / "run", BLOCKS)
+    out = export_hf(path, tmp_path / "hf", BLOCKS, dtype="fp8")
     (file,) = out.glob("*.safetensors")
     tensors = safetensors.torch.load_file(file)
-    name = "model.layers.0.mlp.gate_proj.weight"  # [160, 64]
+    name = "model.layers.0.mlp.gate_proj.weight"  # [384, 128]
     weight, scale = tensors[name], tensors[f"{name}_scale_inv"]
-    assert weight.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32 and scale.shape == (2, 1)
-    gate = model.layers[0].layernorm_mlp.fc1_weight.detach()[:160]
-    values = weight.float() * scale.repeat_interleave(128, 0)[:160]
+    assert weight.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32 and scale.shape == (3, 1)
+    gate = model.layers[0].layernorm_mlp.fc1_weight.detach()[:384]
+    values = weight.float() * scale.repeat_interleave(128, 0)
     assert (values - gate).abs().max() <= gate.abs().max() / 16  # half of e4m3's step of 1/8
     import_hf(out, tmp_path / "back")
-    back = loaded(tmp_path / "back", CONFIG)
-    assert torch.equal(back.layers[0].layernorm_mlp.fc1_weight[:160], values)
+    back = loaded(tmp_path / "back", BLOCKS)
+    assert torch.equal(back.layers[0].layernorm_mlp.fc1_weight[:384], values)
     assert torch.equal(back.norm.weight, model.norm.weight.bfloat16().float())
-    # as transformers understands these names; loading the whole model in FP8 needs a GPU there
-    theirs = finegrained_fp8._dequantize_fp8_weight(weight, scale, [128, 128], torch.float32)
-    assert torch.equal(theirs, values)
-    settings = transformers.AutoConfig.from_pretrained(out).quantization_config
-    assert transformers.FineGrainedFP8Config(**settings).weight_block_size == [128, 128]
+
+
+@pytest.mark.parametrize("config", [CONFIG, BLOCKS, RAGGED], ids=["parts of blocks", "blocks", "ragged"])
+def test_transformers_loads_an_fp8_export(tmp_path: Path, config: LlamaConfig) -> None:
+    _, path = saved(tmp_path / "run", config)
+    out = export_hf(path, tmp_path / "hf", config, dtype="fp8")
+    plain = transformers.FineGrainedFP8Config(dequantize=True)  # their FP8 products need a GPU
+    hf = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, quantization_config=plain).float()
+    import_hf(out, tmp_path / "back")
+    ours = loaded(tmp_path / "back", config)
+    torch.testing.assert_close(ours(TOKENS), hf(TOKENS).logits, rtol=1e-5, atol=1e-5)
+    kept = json.loads((out / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
+    assert ("model.layers.1.mlp.down_proj" in kept) == (config.ffn_hidden_size == 160)
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:

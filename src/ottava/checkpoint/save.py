@@ -116,7 +116,8 @@ class Save:
             if ready is None:
                 self._copy(buffers, rest)
                 return
-            with torch.cuda.stream(torch.cuda.Stream()):
+            # A new thread is at the first GPU, whichever the rank's is: streams and their `synchronize` follow the event's.
+            with torch.cuda.device(ready.device), torch.cuda.stream(torch.cuda.Stream()):
                 torch.cuda.current_stream().wait_event(ready)
                 self._copy(buffers, rest)
 

@@ -5,7 +5,8 @@ An FP8 export has, for every weight of a linear layer, what the field calls fine
     NAME.weight              float8_e4m3fn [M, K]
     NAME.weight_scale_inv    float32 [ceil(M/128), ceil(K/128)]: weight x scale_inv of its block of 128 x 128 is the value
 
-and `quantization_config` in config.json says so. Embedding, head and norms are bfloat16.
+and `quantization_config` in config.json says so. Embedding, head and norms are bfloat16, and so is a weight that blocks do not fill:
+`transformers` spreads scales evenly over a weight, and would misread one of 160 rows in blocks of 128 and 32.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,15 +103,16 @@ def _own_config(reader: Reader) -> LlamaConfig:
     return config_from_hf(found)
 
 
-def _quantized(name: str, dtype: str) -> bool:
-    """Whether a tensor of theirs is exported in FP8: the weights of linear layers inside of the blocks."""
-    return dtype == "fp8" and name.endswith("_proj.weight")
+def _quantized(name: str, shape: Sequence[int], dtype: str) -> bool:
+    """Whether a tensor of theirs is exported in FP8: weights of the layers' products that are one block wide or whole blocks."""
+    fits = all(size <= BLOCK or size % BLOCK == 0 for size in shape)
+    return dtype == "fp8" and name.endswith("_proj.weight") and fits
 
 
 def _specs(config: LlamaConfig, dtype: str) -> dict[str, Spec]:
     specs = {}
     for name, shape in hf_shapes(config).items():
-        if _quantized(name, dtype):
+        if _quantized(name, shape, dtype):
             specs[name] = Spec(torch.float8_e4m3fn, shape)
             specs[name + SCALE] = Spec(torch.float32, (-(-shape[0] // BLOCK), -(-shape[1] // BLOCK)))
         else:
@@ -122,7 +124,7 @@ def _exported(reader: Reader, config: LlamaConfig, dtype: str) -> Iterator[tuple
     """Their tensors, in the order of `_specs`."""
     for row in rows(config):
         for name, tensor in row.export(_weight(reader, row)).items():
-            if _quantized(name, dtype):
+            if _quantized(name, tensor.shape, dtype):
                 q: Any = quantize(tensor.float(), recipe.Float8BlockScaling(), role="weight", columnwise=False)
                 yield name, q.rowwise_data.view(torch.float8_e4m3fn)
                 yield name + SCALE, q.rowwise_scale_inv
@@ -161,12 +163,13 @@ def _write_files(
 def _config_json(config: LlamaConfig, dtype: str) -> dict[str, Any]:
     found = {**hf_config(config), "torch_dtype": str(_PLAIN[dtype]).removeprefix("torch.")}
     if dtype == "fp8":
+        plain = [name for name, shape in hf_shapes(config).items() if not _quantized(name, shape, dtype)]
         found["quantization_config"] = {
             "quant_method": "fp8",
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
             "weight_block_size": [BLOCK, BLOCK],
-            "modules_to_not_convert": ["lm_head"],
+            "modules_to_not_convert": [n.removesuffix(".weight") for n in plain if "norm" not in n],
         }
     return found
 
