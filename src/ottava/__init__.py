@@ -15,6 +15,7 @@ from ottava.nn import (
     MultiheadAttention,
     RMSNorm,
     TransformerLayer,
+    leave_unquantized,
 )
 from ottava.quant.quantizer import quantize
 from ottava.quant.state import autocast, quantized_model_init
@@ -46,6 +47,7 @@ __all__ = [
     "fp8_model_init",
     "initialize_ub",
     "kernels",
+    "leave_unquantized",
     "optimizers",
     "quantize",
     "quantized_model_init",

@@ -42,9 +42,13 @@ def freeze(model: nn.Module) -> nn.Module:
     return model
 
 
-def norms_and_weights(plan: dict[str, Any] | None, recipe: str) -> tuple[list[float], dict[str, Tensor]]:
+def norms_and_weights(
+    plan: dict[str, Any] | None, recipe: str, plain_layer: bool = False
+) -> tuple[list[float], dict[str, Tensor]]:
     """Two steps of four microbatches, clipped, with a frozen weight and a tied head; in one process without a plan."""
     made = freeze(build("gpt"))
+    if plain_layer:
+        ottava.leave_unquantized(made.layers[-1])
     if plan is None:
         model, parts = materialize_(made, SEED, "cpu"), 1
         rank = 0
@@ -104,6 +108,16 @@ def test_accumulation_with_fp8_weights_on_the_wire(four_ranks: Ranks) -> None:
     """MXFP8: its scales do not depend on how the batch is cut."""
     expected_norms, expected = norms_and_weights(None, "mxfp8")
     for norms, weights in four_ranks.run(norms_and_weights, PLANS["fsdp2 x tp"], "mxfp8", timeout=120.0):
+        assert norms == pytest.approx(expected_norms, rel=1e-3)
+        assert relative(weights, expected) < 1e-3
+
+
+@pytest.mark.parametrize("name", ["fsdp2 x tp", "recomputed", "fsdp1 x tp"])
+def test_a_layer_that_is_left_unquantized(four_ranks: Ranks, name: str) -> None:
+    expected_norms, expected = norms_and_weights(None, "mxfp8", plain_layer=True)
+    quantized_norms, _ = norms_and_weights(None, "mxfp8")
+    assert expected_norms != quantized_norms
+    for norms, weights in four_ranks.run(norms_and_weights, PLANS[name], "mxfp8", True, timeout=120.0):
         assert norms == pytest.approx(expected_norms, rel=1e-3)
         assert relative(weights, expected) < 1e-3
 

@@ -233,8 +233,9 @@ class Gemm(NamedTuple):
 
 
 def _gemms(model: nn.Module) -> Iterator[Gemm]:
+    """Those that are quantized."""
     for path, module in model.named_modules():
-        if not isinstance(module, QuantizedModule):
+        if not isinstance(module, QuantizedModule) or module.plain:
             continue
         if isinstance(module, LayerNormMLP):
             groups = [["fc1_weight"], ["fc2_weight"]]

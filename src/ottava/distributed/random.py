@@ -96,10 +96,18 @@ def model_parallel_seed(seed: int, tp_rank: int, dp_rank: int = 0) -> CudaRNGSta
         >>> tracker = model_parallel_seed(1234, tp_rank=meshes.tp.get_local_rank(), dp_rank=meshes.dp_rank)
         >>> layer = ottava.TransformerLayer(64, 128, 4, get_rng_state_tracker=lambda: tracker)
     """
-    torch.manual_seed(_derived(seed, "default", dp_rank))  # CPU and GPU
+    seed_default(seed, dp_rank)
     tracker = CudaRNGStatesTracker()
     tracker.add(MODEL_PARALLEL, _derived(seed, MODEL_PARALLEL, dp_rank, tp_rank))
     return tracker
+
+
+def seed_default(seed: int, dp_rank: int = 0) -> None:
+    """Seeds torch's default stream alone, as `model_parallel_seed` does: on the CPU and on this rank's GPU."""
+    derived = _derived(seed, "default", dp_rank)
+    torch.default_generator.manual_seed(derived)  # torch.manual_seed asks all kinds of devices, a millisecond long
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed(derived)
 
 
 def _derived(*key: object) -> int:

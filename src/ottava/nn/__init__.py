@@ -1,6 +1,7 @@
 """The modules users name."""
 
 from ottava.nn.attention import DotProductAttention
+from ottava.nn.base import leave_unquantized
 from ottava.nn.grouped_linear import GroupedLinear
 from ottava.nn.layernorm import LayerNorm, RMSNorm
 from ottava.nn.layernorm_linear import LayerNormLinear
@@ -19,4 +20,5 @@ __all__ = [
     "MultiheadAttention",
     "RMSNorm",
     "TransformerLayer",
+    "leave_unquantized",
 ]

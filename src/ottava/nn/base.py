@@ -87,6 +87,8 @@ class QuantizedModule(ParallelModule):
 
     _gated_stages: tuple[bool, ...] = (False,)
     """For each stage, whether its output goes through a gated activation."""
+    plain = False
+    """Whether the module multiplies unquantized, also inside of `autocast`. See `leave_unquantized`."""
 
     def __init__(self, stages: int, device: torch.device, params_dtype: torch.dtype | None, name: str | None) -> None:
         super().__init__(stages)
@@ -207,7 +209,7 @@ class QuantizedModule(ParallelModule):
     def check_features(self, **sizes: int) -> None:
         """Raises if a feature dimension cannot be quantized by the recipe in force."""
         recipe = CURRENT.recipe
-        if recipe is None or CURRENT.calibrating:
+        if recipe is None or CURRENT.calibrating or self.plain:
             return
         multiple = feature_multiple(recipe)
         for name, size in sizes.items():
@@ -239,6 +241,8 @@ class QuantizedModule(ParallelModule):
 
         torch.utils.checkpoint recomputes in backward, when the `with` block is long over: what the last forward used holds then.
         """
+        if self.plain:
+            return None, False, None
         now = (CURRENT.recipe, CURRENT.calibrating, CURRENT.group)
         if torch.compiler.is_compiling():
             return now
@@ -345,6 +349,8 @@ class QuantizedModule(ParallelModule):
 
     def quantization_repr(self) -> str:
         """What `extra_repr` says about quantization: the scheme of stored weights, or that of the recipe in force."""
+        if self.plain:
+            return "unquantized"
         stored = [p.scheme for p in self.parameters(recurse=False) if isinstance(p, QuantizedTensor)]
         if stored:
             return f"weights stored as {stored[0]}"
@@ -355,6 +361,26 @@ class QuantizedModule(ParallelModule):
             f"{role}: {str(Scheme.of(recipe, role)).removesuffix(':f32')}" for role in ("input", "weight", "grad")
         )
         return f"{type(recipe).__name__}({parts})"
+
+
+def leave_unquantized(module: nn.Module) -> nn.Module:
+    """Makes every module in `module` multiply unquantized, also inside of `autocast`; returns it.
+
+    For layers that a recipe does not suit, such as the last ones under NVFP4. Unlike an inner `autocast(enabled=False)` it is known
+    to what shards the model: FSDP2 gathers these weights as they are, not as FP8 bytes. To be called before the model is sharded.
+
+        >>> for layer in model.layers[-2:]:
+        ...     ottava.leave_unquantized(layer)
+    """
+    for child in module.modules():
+        if not isinstance(child, QuantizedModule):
+            continue
+        if any(isinstance(p, QuantizedTensor) for p in child.parameters(recurse=False)):
+            raise ValueError(
+                f"{child.describe('weight')} is stored in FP8: build what shall stay unquantized outside of quantized_model_init."
+            )
+        child.plain = True
+    return module
 
 
 def shared_weight_amax(stage: Stage, weight: Tensor) -> Tensor | None:

@@ -5,6 +5,7 @@ Fields that may be None are None by default: TOML has no word for it, so leaving
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -157,6 +158,9 @@ class PrecisionSection:
 
     recipe: RecipeName = "Float8CurrentScaling"
     """How matrix products are quantized. none: not at all."""
+    plain_layers: int | None = None
+    """Layers at the end of the model that stay unquantized. None: 0; a sixth of all with NVFP4BlockScaling, whose 4 bits cost accuracy
+    there first."""
     activations: Literal["auto", "bfloat16", "float32"] = "auto"
     """Type of everything that is not quantized. auto: bfloat16 on a GPU, float32 on a CPU, which is slow in bfloat16."""
     weights: Literal["float32", "bfloat16"] = "float32"
@@ -169,6 +173,15 @@ class PrecisionSection:
     def make_recipe(self) -> recipes.Recipe | None:
         """The recipe, or None."""
         return None if self.recipe == "none" else getattr(recipes, self.recipe)()
+
+    def unquantized(self, layers: int) -> int:
+        """How many of `layers` stay unquantized: the last ones."""
+        if self.recipe == "none":
+            return layers
+        if self.plain_layers is not None:
+            return self.plain_layers
+        wanted = self.recipe == "NVFP4BlockScaling" and not self.fp8_weights
+        return min(math.ceil(layers / 6), layers - 1) if wanted else 0
 
     def dtype(self, device: str) -> torch.dtype:
         """Of activations, on a kind of device ("cuda", "cpu")."""

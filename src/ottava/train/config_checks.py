@@ -143,6 +143,12 @@ def _check_quantization(config: Config) -> None:
         )
         strategy = config.parallel.strategy
         _need(strategy in ("fsdp2", "none"), f"precision.fp8_weights does not go with parallel.strategy {strategy!r}.")
+    plain = precision.plain_layers or 0
+    _need(
+        0 <= plain <= model.layers,
+        f"precision.plain_layers ({plain}) must be from 0 to model.layers ({model.layers}).",
+    )
+    _need(not (plain and precision.fp8_weights), "precision.plain_layers does not go with precision.fp8_weights.")
     recipe = precision.make_recipe()
     if recipe is None:
         return

@@ -37,13 +37,21 @@ def describe(config: Config) -> str:
         ("parameters", f"{model.num_parameters():,} ({model.num_parameters(tables=False):,} without embedding tables)"),
         ("tokens a step", f"{train.global_batch * config.data.length:,} in {micro:g} microbatches a rank"),
         ("tokens in all", f"{train.global_batch * config.data.length * train.steps:,}"),
-        ("products", config.precision.recipe if config.precision.recipe != "none" else str(plan.param_dtype)),
+        ("products", _products(config, plan)),
         ("run", str(config.run_folder)),
     ]
     parts = memory(config, model, plan, device)
     estimate = [(name, f"{size / GIB:8.2f} GiB") for name, size in parts.items()]
     total = ("in all, about", f"{sum(parts.values()) / GIB:8.2f} GiB")
     return f"{to_toml(config)}\n{table(rows)}\n\nMemory of a rank, estimated\n{table([*estimate, total])}"
+
+
+def _products(config: Config, plan: ParallelPlan) -> str:
+    precision, layers = config.precision, config.model.layers
+    if precision.recipe == "none":
+        return str(plan.param_dtype)
+    plain = precision.unquantized(layers)
+    return precision.recipe + (f" in all but the last {plain} of {layers} layers" if plain else "")
 
 
 def memory(config: Config, model: CausalLM, plan: ParallelPlan, device: str) -> dict[str, float]:

@@ -80,6 +80,8 @@ class Bound:
     peak: Peak | None
     plain: str
     quantized: str | None = None
+    plain_share: float = 0.0
+    """Of the layers: those that are not quantized."""
 
     def seconds_per_token(self, flops: FlopsPerToken, causal: bool = True) -> float | None:
         """At the peak; None if that is not known."""
@@ -87,7 +89,10 @@ class Bound:
         if self.peak is None or layers not in self.peak.tflops or plain not in self.peak.tflops:
             return None
         attention = flops.attention / 2 if causal else flops.attention
-        return (flops.layers / self.peak.tflops[layers] + (flops.head + attention) / self.peak.tflops[plain]) * 1e-12
+        kept = self.plain_share * flops.layers + flops.head + attention
+        return (
+            (1 - self.plain_share) * flops.layers / self.peak.tflops[layers] + kept / self.peak.tflops[plain]
+        ) * 1e-12
 
     def mfu(self, flops: FlopsPerToken, tokens_per_s_per_gpu: float, causal: bool = True) -> float | None:
         """Share of the peak that is reached."""
@@ -102,7 +107,8 @@ class Bound:
             return f"none: the peak of this device is {known}; --metrics.measure-peak measures it"
         figures = {layers: self.peak.tflops[layers], self.plain: self.peak.tflops[self.plain]}
         peaks = " and ".join(f"{name} {value:g}" for name, value in figures.items())
-        how = f"layers in {layers}, head and attention in {self.plain}" if layers != self.plain else f"all in {layers}"
+        share = f"{1 - self.plain_share:.0%} of the layers" if self.plain_share else "layers"
+        how = f"{share} in {layers}, head and attention in {self.plain}" if layers != self.plain else f"all in {layers}"
         return f"6N + causal attention, {how}; peak {peaks} TFLOP/s ({self.peak.source})"
 
 

@@ -157,21 +157,7 @@ class Loop:
         for i, part in enumerate(parts):
             first = None if len(parts) == 1 or config.compile else i == 0
             with reducing(model.module, i == len(parts) - 1, model.keep_gathered):
-                self.watchdog.beat(step, "forward")
-                with self.clock("forward"), model.precision():
-                    loss = model.module(
-                        part.tokens,
-                        part.targets,
-                        part.documents,
-                        is_first_microbatch=first,
-                        reduction="sum",
-                        z_loss=config.z_loss,
-                        max_logits=config.max_logits,
-                    )
-                self.watchdog.beat(step, "backward")
-                with self.clock("backward"):
-                    (loss * weight).backward()
-            total += loss.detach()
+                total += self._microbatch(step, part, weight, first)
         self.recorder.write()  # the step before; a GPU has its hands full now
         with self.clock("optimizer"):
             norm = clip_gradients(model.module, self.config.optimizer.clip)
@@ -179,6 +165,25 @@ class Loop:
         loss_sum, stops = self.world.sum([total.item(), float(self.stop.requested)])
         replicas = self.world.size / model.meshes.dp_size  # tp ranks have the same tokens, each a loss of them
         return Step(loss_sum / replicas / tokens, norm, stops > 0)
+
+    def _microbatch(self, step: int, part: Batch, weight: float, first: bool | None) -> torch.Tensor:
+        """Adds `weight` times the gradients of the summed loss, which is returned."""
+        config, model = self.config.train, self.model
+        self.watchdog.beat(step, "forward")
+        with self.clock("forward"), model.precision():
+            loss = model.module(
+                part.tokens,
+                part.targets,
+                part.documents,
+                is_first_microbatch=first,
+                reduction="sum",
+                z_loss=config.z_loss,
+                max_logits=config.max_logits,
+            )
+        self.watchdog.beat(step, "backward")
+        with self.clock("backward"):
+            (loss * weight).backward()
+        return loss.detach()
 
     def _count(self, batch: Batch) -> float:
         """Tokens of the global batch that have a target."""

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 
 import ottava
 from ottava.distributed import attach, meshes_of, parallelize
-from ottava.distributed.random import model_parallel_seed
-from ottava.models import GPT, CausalLM, GPTConfig, Llama, LlamaConfig
+from ottava.distributed.random import seed_default
+from ottava.models import GPT, CausalLM, Llama, LlamaConfig
 from ottava.quant.delayed import BUFFERS, DelayedState
 from ottava.quant.scheme import Scheme
 from ottava.train.config import Config
@@ -34,10 +34,11 @@ def construct(config: Config, vocab_size: int, device: str | torch.device = "met
     with ottava.quantized_model_init(
         enabled=config.precision.fp8_weights, recipe=recipe, preserve_high_precision_init_val=True
     ):
-        if isinstance(shape, LlamaConfig):
-            return Llama(shape, device=device, params_dtype=dtype)
-        assert isinstance(shape, GPTConfig)
-        return GPT(shape, device=device, params_dtype=dtype)
+        kind = Llama if isinstance(shape, LlamaConfig) else GPT
+        model: CausalLM = kind(shape, device=device, params_dtype=dtype)  # type: ignore[arg-type]
+    for layer in model.layers[shape.layers - config.precision.unquantized(shape.layers) :]:
+        ottava.leave_unquantized(layer)
+    return model
 
 
 class SpreadModel:
@@ -102,7 +103,7 @@ class SpreadModel:
 
     def seed_step(self, step: int) -> None:
         """Random numbers of a step are a function of (seed, step, rank): a checkpoint has none to keep."""
-        model_parallel_seed((self.seed << 64) + step, self.meshes.tp.get_local_rank(), self.meshes.dp_rank)
+        seed_default((self.seed << 64) + step, self.meshes.dp_rank)
 
     def renew_copies_after(self, optimizer: torch.optim.Optimizer) -> None:
         """FSDP2 gathers FP8 copies of the weights: every step of the optimizer renews them."""

@@ -56,7 +56,8 @@ def make_optimizer(config: Config, model: nn.Module, decay: frozenset[str]) -> t
             groups, master_weights=config.precision.weights != "float32", **options
         )
     else:
-        optimizer = torch.optim.AdamW(groups, **options)
+        on_gpu = all(p.is_cuda for _, p in parameters)  # in one kernel there; else torch goes parameter by parameter
+        optimizer = torch.optim.AdamW(groups, fused=on_gpu, **options)
     return optimizer
 
 
