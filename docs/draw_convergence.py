@@ -18,7 +18,7 @@ from ottava.train.charts import COLOURS, HEIGHT, WIDTH, Series, lines, percent
 
 ROOT = Path(__file__).parents[1]
 OUTPUT = ROOT / "docs" / "images" / "convergence.svg"
-LEGEND = 22  # units of height of a line of text
+LEGEND = 18  # units of height of a line of text
 
 # Follows the reader's light or dark setting; the background stays transparent.
 STYLE = """
@@ -45,17 +45,18 @@ def draw(runs: dict) -> str:
     gaps = {name: [a / b - 1 for a, b in zip(losses[name], base)] for name in runs if name != "none"}
     upper = lines("Validation loss", [Series(n, million[n], losses[n], colours[n]) for n in runs])
     lower = lines("Gap", [Series(n, million[n], gap, colours[n]) for n, gap in gaps.items()], percent)
+    places = [(10 + WIDTH // 2 * (i % 2), 6 + LEGEND * (i // 2)) for i in range(len(runs))]  # two columns
     keys = "".join(
-        f'<rect x="{10 + 130 * i}" y="6" width="10" height="10" fill="{colours[name]}"/>'
-        f'<text x="{24 + 130 * i}" y="15">{escape("not quantized" if name == "none" else name)}</text>'
-        for i, name in enumerate(runs)
+        f'<rect x="{x}" y="{y}" width="10" height="10" fill="{colours[name]}"/>'
+        f'<text x="{x + 14}" y="{y + 9}">{escape("not quantized" if name == "none" else name)}</text>'
+        for name, (x, y) in zip(runs, places)
     )
-    second = LEGEND + HEIGHT + 24
-    width = max(WIDTH, 130 * len(runs) + 10)
+    first = places[-1][1] + LEGEND
+    second = first + HEIGHT + 24
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {second + HEIGHT + 24}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {second + HEIGHT + 24}" role="img" '
         f'aria-label="Validation loss of FP8 recipes against an unquantized run"><style>{STYLE}</style>{keys}'
-        + panel("Validation loss, by millions of tokens", upper, LEGEND)
+        + panel("Validation loss, by millions of tokens", upper, first)
         + panel("Gap to the unquantized run", lower, second)
         + "</svg>\n"
     )

@@ -121,3 +121,31 @@ def test_a_backward_pass_in_another_thread() -> None:
     z.backward(torch.ones_like(z))
     assert same(module.weight.grad, plain.weight.grad)
     assert same(module.delayed.bwd_amax_history, plain.delayed.bwd_amax_history)
+
+
+@pytest.mark.parametrize("name", QUANTIZING)
+def test_a_module_that_is_left_unquantized_is_that_inside_of_autocast(name: str) -> None:
+    def run(model: torch.nn.Module, quantized: bool) -> list[Tensor]:
+        model.zero_grad()
+        with casting(name if quantized else "none"):
+            y = model(X)
+        y.square().sum().backward()
+        return [y.detach(), *(p.grad.clone() for p in model.parameters())]  # type: ignore[union-attr]
+
+    model = torch.nn.Sequential(linear())
+    plain = run(model, quantized=False)
+    assert not torch.equal(run(model, quantized=True)[0], plain[0])
+    assert ottava.leave_unquantized(model) is model
+    for mine, wanted in zip(run(model, quantized=True), plain, strict=True):
+        assert torch.equal(mine, wanted)
+    assert "unquantized" in repr(model)
+
+
+def test_what_is_left_unquantized_may_have_any_size_but_no_fp8_storage() -> None:
+    odd = ottava.leave_unquantized(ottava.Linear(30, 30, device="cpu"))
+    with ottava.autocast(recipe=recipe.MXFP8BlockScaling()):
+        assert odd(torch.randn(3, 30)).shape == (3, 30)
+    with ottava.quantized_model_init(recipe=recipe.Float8BlockScaling()):
+        stored = ottava.Linear(32, 32, device="cpu")
+    with pytest.raises(ValueError, match="stored in FP8"):
+        ottava.leave_unquantized(stored)

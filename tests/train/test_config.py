@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from dataclasses import replace
 
 import pytest
 
 from ottava.models import GPTConfig, Llama, LlamaConfig
 from ottava.train import config as sections
 from ottava.train.arguments import parse, to_toml
-from ottava.train.config import Config
+from ottava.train.config import Config, PrecisionSection
 from ottava.train.presets import presets
 
 
@@ -101,6 +102,10 @@ def test_recipe_and_types():
     assert parse(["--precision.recipe", "none"])[0].precision.make_recipe() is None
     assert config.precision.dtype("cpu") == torch.float32 and config.precision.dtype("cuda") == torch.bfloat16
     assert config.plan("cpu").param_dtype == torch.float32
+    assert config.precision.unquantized(12) == 0 and PrecisionSection(recipe="none").unquantized(12) == 12
+    nvfp4 = PrecisionSection(recipe="NVFP4BlockScaling")
+    assert [nvfp4.unquantized(layers) for layers in (1, 2, 12, 32)] == [0, 1, 2, 6]
+    assert replace(nvfp4, plain_layers=0).unquantized(12) == 0
 
 
 @pytest.mark.parametrize(
@@ -133,12 +138,17 @@ def test_mistakes_in_a_file_are_named_with_it(tmp_path, capsys, content, message
         (["--train.global-batch", "10", "--train.micro-batch", "4"], "train.global_batch (10) must be a multiple of"),
         (["--parallel.tp", "3"], "model.heads (4) must be a multiple of parallel.tp (3)"),
         (["--model.hidden-size", "120"], "model.hidden_size = 120 must be a multiple of 16"),
+        (["--precision.plain-layers", "3"], "precision.plain_layers (3) must be from 0 to model.layers (2)"),
+        (
+            ["--precision.fp8-weights", "--precision.plain-layers", "1", "--optimizer.name", "fused_adam"],
+            "precision.plain_layers does not go with precision.fp8_weights",
+        ),
         (["--precision.fp8-weights"], "needs optimizer.name 'fused_adam'"),
         (["--precision.fp8-weights", "--precision.recipe", "none"], "precision.recipe is 'none'"),
         (["--model.dropout", "0.1"], "model.dropout belongs to architecture 'gpt'"),
         (["gpt2", "--model.kv-heads", "2"], "model.kv_heads belongs to architecture 'llama'"),
         (["gpt2", "--data.length", "2048"], "data.length (2048) is above model.max_length (1024)"),
-        (["--model.heads", "3"], "model: LlamaConfig: hidden_size (128) must be a multiple of heads (3)"),
+        (["--model.heads", "3"], "model: LlamaConfig: hidden_size (256) must be a multiple of heads (3)"),
         (["--schedule.decay-fraction", "0.1"], "schedule.decay_fraction belongs to schedule.kind 'wsd'"),
         (["--schedule.warmup-steps", "200"], "must be below train.steps (200)"),
         (["--schedule.kind", "wsd", "--schedule.warmup-steps", "170"], "reaches into the steps"),

@@ -57,6 +57,12 @@ def test_the_bound_is_blended():
     )
 
 
+def test_layers_that_stay_unquantized_count_as_such():
+    bound = Bound(device_peak("NVIDIA H200"), "bf16", "fp8", plain_share=0.25)
+    assert bound.seconds_per_token(FLOPS) == pytest.approx(3 / 1979 + 3 / 989)
+    assert "75% of the layers in fp8, the others, head and attention in bf16" in bound.basis()
+
+
 def test_without_quantization_it_is_the_ordinary_mfu():
     bound = Bound(device_peak("NVIDIA H200"), "bf16")
     assert bound.mfu(FLOPS, 50.0) == pytest.approx(FLOPS.causal * 50.0 / 989e12)

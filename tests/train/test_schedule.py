@@ -55,3 +55,8 @@ def test_ends_are_right_for_short_runs(kind, steps, warmup):
     assert all(0 < f <= 1 for f in found)
     if steps > warmup + 1:
         assert found[-1] == pytest.approx(0.25)
+
+
+def test_warm_up_by_default_is_a_share_of_the_run():
+    assert [ScheduleSection().warmup(steps) for steps in (1, 8, 200, 10**6)] == [0, 2, 60, 2000]
+    assert fractions(200)[58:61] == pytest.approx([59 / 60, 1.0, 1.0], abs=1e-3)

@@ -116,12 +116,16 @@ class ScheduleSection:
 
     kind: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
     """How it comes down after the warm-up. wsd: constant, and down linearly at the end."""
-    warmup_steps: int = 20
-    """Steps until the highest learning rate."""
+    warmup_steps: int | None = None
+    """Steps until the highest learning rate. None: 30% of all, at most 2,000."""
     final_fraction: float = 0.1
     """Learning rate of the last step, as a fraction of the highest."""
     decay_fraction: float | None = None
     """Share of the steps in which wsd comes down. None: 0.2."""
+
+    def warmup(self, steps: int) -> int:
+        """Of a run of `steps`."""
+        return min(steps * 3 // 10, 2000) if self.warmup_steps is None else self.warmup_steps
 
 
 @dataclass(frozen=True)

@@ -115,17 +115,18 @@ def _check_model(config: Config) -> None:
 
 def _check_schedule(config: Config) -> None:
     schedule, steps = config.schedule, config.train.steps
+    warmup = schedule.warmup(steps)
     _need(
-        schedule.warmup_steps < steps,
-        f"schedule.warmup_steps ({schedule.warmup_steps}) must be below train.steps ({steps}).",
+        warmup < steps,
+        f"schedule.warmup_steps ({warmup}) must be below train.steps ({steps}).",
     )
     _need(
         schedule.decay_fraction is None or schedule.kind == "wsd",
         f"schedule.decay_fraction belongs to schedule.kind 'wsd'; it is {schedule.kind!r}.",
     )
     _need(
-        schedule.kind != "wsd" or schedule.warmup_steps <= steps * (1 - (schedule.decay_fraction or 0.2)),
-        f"schedule.warmup_steps ({schedule.warmup_steps}) reaches into the steps in which 'wsd' comes down: "
+        schedule.kind != "wsd" or warmup <= steps * (1 - (schedule.decay_fraction or 0.2)),
+        f"schedule.warmup_steps ({warmup}) reaches into the steps in which 'wsd' comes down: "
         f"the last {schedule.decay_fraction or 0.2:.0%} of {steps}.",
     )
 

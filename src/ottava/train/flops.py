@@ -107,8 +107,10 @@ class Bound:
             return f"none: the peak of this device is {known}; --metrics.measure-peak measures it"
         figures = {layers: self.peak.tflops[layers], self.plain: self.peak.tflops[self.plain]}
         peaks = " and ".join(f"{name} {value:g}" for name, value in figures.items())
-        share = f"{1 - self.plain_share:.0%} of the layers" if self.plain_share else "layers"
-        how = f"{share} in {layers}, head and attention in {self.plain}" if layers != self.plain else f"all in {layers}"
+        share, rest = "layers", "head and attention"
+        if self.plain_share:
+            share, rest = f"{1 - self.plain_share:.0%} of the layers", f"the others, {rest}"
+        how = f"{share} in {layers}, {rest} in {self.plain}" if layers != self.plain else f"all in {layers}"
         return f"6N + causal attention, {how}; peak {peaks} TFLOP/s ({self.peak.source})"
 
 

@@ -45,7 +45,6 @@ def presets() -> dict[str, Config]:
         "debug": Config(
             model=ModelSection(hidden_size=256, ffn_hidden_size=768, layers=2, kv_heads=2),
             optimizer=OptimizerSection(lr=1e-3),
-            schedule=ScheduleSection(warmup_steps=60),
             train=TrainSection(steps=200, evaluate_every=50, evaluate_batches=8),
             checkpoint=CheckpointSection(every=50),
         ),

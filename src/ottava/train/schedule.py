@@ -21,11 +21,12 @@ def lr_fraction(schedule: ScheduleSection, step: int, steps: int) -> float:
     >>> [round(lr_fraction(ScheduleSection(kind="linear", warmup_steps=2, final_fraction=0.0), s, steps=6), 2) for s in range(6)]
     [0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
     """
-    if step < schedule.warmup_steps:
-        return (step + 1) / schedule.warmup_steps
+    warmup = schedule.warmup(steps)
+    if step < warmup:
+        return (step + 1) / warmup
     if schedule.kind == "constant":
         return 1.0
-    top = schedule.warmup_steps - 1 if schedule.warmup_steps else 0  # the last step at 1
+    top = max(warmup - 1, 0)  # the last step at 1
     if schedule.kind == "wsd":
         decay = round(steps * (WSD_DECAY if schedule.decay_fraction is None else schedule.decay_fraction))
         top = max(top, steps - 1 - decay)
