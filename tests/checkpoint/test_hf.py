@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -142,6 +146,47 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         import_hf(out, tmp_path / "back")
     with pytest.raises(ValueError, match=r"has no config\.json"):
         import_hf(tmp_path, tmp_path / "back")
+
+
+def test_a_strangers_directory_is_not_believed(tmp_path: Path) -> None:
+    _, path = saved(tmp_path / "run", CONFIG)
+    good = export_hf(path, tmp_path / "hf", CONFIG)
+    (weights,) = (p.name for p in good.glob("*.safetensors"))
+
+    def refused(name: str, change: Callable[[Path], Any]) -> str:
+        shutil.rmtree(tmp_path / "bad", ignore_errors=True)
+        shutil.copytree(good, tmp_path / "bad")
+        (tmp_path / "bad" / name).unlink()
+        change(tmp_path / "bad" / name)
+        with pytest.raises(ValueError) as caught:
+            import_hf(tmp_path / "bad", tmp_path / "back")
+        return str(caught.value)
+
+    config = json.loads((good / "config.json").read_text())
+    index = "model.safetensors.index.json"
+    for name in (weights, index, "config.json"):  # a pipe would be waited for
+        assert refused(name, os.mkfifo) == f"{name}: is not a regular file."
+    for name in (index, "config.json"):
+
+        def long(path: Path) -> None:
+            path.touch()
+            os.truncate(path, 1 << 40)
+
+        assert "at most 4194304 are read" in refused(name, long)
+        assert "is not JSON" in refused(name, lambda path: path.write_text("[" * 200_000))
+    for change, message in (
+        ({"num_hidden_layers": 10**9}, "too few for 1000000000 layers"),
+        ({"hidden_size": "64"}, "hidden_size '64'"),
+        ({"vocab_size": None}, "vocab_size None"),
+        ({"rope_scaling": 3}, "cannot be understood"),
+        ({"max_position_embeddings": []}, "cannot be understood"),
+    ):
+        text = json.dumps({**config, **change})
+        assert message in refused("config.json", lambda path, text=text: path.write_text(text))
+    for entry in (3, None, "/etc/passwd", "../x"):
+        text = json.dumps({"weight_map": {"model.norm.weight": entry}})
+        with pytest.raises(RuntimeError, match="name of a file"):
+            refused(index, lambda path, text=text: path.write_text(text))
 
 
 def test_a_strangers_file_is_not_believed(tmp_path: Path) -> None:

@@ -60,6 +60,14 @@ def whole(two, folder) -> Config:
     return config
 
 
+@pytest.fixture(scope="module")
+def unquantized(two, folder) -> Config:
+    """The same without FP8: ranks put other samples into a microbatch, and its samples share scales."""
+    config = tiny(folder, "unquantized", precision={"recipe": "none"})
+    assert two.run(config) == exits.DONE, two.said
+    return config
+
+
 def exact(config: Config) -> list[dict[str, Any]]:
     return [{key: line.get(key) for key in EXACT} for line in lines(config)]
 
@@ -138,18 +146,21 @@ def test_a_run_that_died_goes_on_bit_for_bit_without_losing_a_sample(two, folder
         assert samples(config, step) == samples(whole, step)
 
 
-def test_on_one_rank_it_goes_on_with_the_same_samples(two, folder, whole):
-    config = tiny(folder, "fewer-ranks")
-    assert two.run(config, die_at=9) == -9
-    for path in config.run_folder.glob("seen-*.txt"):
-        path.unlink()
-    with Ranks(1) as one:
-        alone = Cluster(one)
-        assert alone.run(config) == exits.DONE, alone.said
-    for ours, theirs in zip(exact(config), exact(whole), strict=True):
+@pytest.mark.parametrize("more", [True, False], ids=["from one to two", "from two to one"])
+def test_on_another_number_of_ranks_it_goes_on_with_the_same_samples(two, folder, unquantized, more):
+    config = tiny(folder, f"{'more' if more else 'fewer'}-ranks", precision={"recipe": "none"})
+    with Ranks(1) as ranks:
+        one = Cluster(ranks)
+        first, then = (one, two) if more else (two, one)
+        assert first.run(config, die_at=6) == -9
+        for path in config.run_folder.glob("seen-*.txt"):
+            path.unlink()
+        assert then.run(config) == exits.DONE, then.said
+    for ours, theirs in zip(exact(config), exact(unquantized), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
         assert ours["tokens"] == theirs["tokens"]
-    assert samples(config, 8) == samples(whole, 8) and samples(config, 9) == samples(whole, 9)
+    for step in range(4, 10):
+        assert samples(config, step) == samples(unquantized, step)
 
 
 def test_a_gate_that_fails_is_exit_code_3(two, folder, capfd):

@@ -32,7 +32,7 @@ from ottava.checkpoint.storage import Location, storage_at
 from ottava.checkpoint.stream import Stream, write_streams
 from ottava.models.hf_llama import Row, config_from_hf, hf_config, hf_shapes, rows
 from ottava.models.llama import LlamaConfig
-from ottava.models.safetensors_file import File, Spec, Writer, shards
+from ottava.models.safetensors_file import MAX_JSON, File, Spec, Writer, parse_json, shards, size_of
 from ottava.quant.quantizer import quantize
 
 __all__ = ["export_hf", "import_hf", "described"]
@@ -196,7 +196,10 @@ def import_hf(
     """
     folder = Path(source)
     found = _json(folder / CONFIG)
-    config = config_from_hf(found, **changes)
+    try:
+        config = config_from_hf(found, **changes)
+    except (KeyError, TypeError, AttributeError) as error:  # a stranger's values may be of any type
+        raise ValueError(f"{CONFIG} cannot be understood: {type(error).__name__} {error}") from error
     theirs = _Theirs(folder, found)
     theirs.check(config)
     streams = {f"model.{row.ours}": theirs.stream(row) for row in rows(config)}
@@ -207,12 +210,12 @@ def import_hf(
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
+        size = size_of(path)
     except FileNotFoundError:
         raise ValueError(f"{path.parent} has no {path.name}: is it a model of Hugging Face?") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path.name} is not a JSON object.")
-    return found
+    if size > MAX_JSON:
+        raise ValueError(f"{path.name}: has {size} bytes; at most {MAX_JSON} are read.")
+    return parse_json(path.read_bytes(), path.name)
 
 
 class _Theirs:
@@ -230,6 +233,8 @@ class _Theirs:
 
     def check(self, config: LlamaConfig) -> None:
         """ValueError with the names of tensors that are missing, unknown or misshapen."""
+        if config.layers > len(self._file_of):  # before a name is made for each
+            raise ValueError(f"{len(self._file_of)} tensors are too few for {config.layers} layers.")
         shapes = hf_shapes(config)
         unknown = sorted(
             name

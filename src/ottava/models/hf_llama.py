@@ -156,6 +156,9 @@ def config_from_hf(found: Mapping[str, Any], **changes: Any) -> LlamaConfig:
     >>> config_from_hf(hf_config(LlamaConfig())) == LlamaConfig()
     True
     """
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+        if type(found.get(name)) is not int or found[name] < 1:
+            raise ValueError(f"This config.json has {name} {found.get(name)!r}: expected a number from 1.")
     scaled = found.get("rope_scaling") or {}
     parameters = found.get("rope_parameters") or {}
     for what, given, only in (

@@ -10,10 +10,11 @@ import ctypes
 import json
 import math
 import os
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -29,7 +30,8 @@ DTYPES = {
     "I64": torch.int64,
 }
 _WORDS = {dtype: word for word, dtype in DTYPES.items()}
-_MAX_HEADER = 100 << 20  # bytes; that of a model with a million tensors
+MAX_JSON = 4 << 20
+"""Bytes of JSON that are read of a stranger's file: the names of 30,000 tensors, and at most 100 MB in memory."""
 
 
 @dataclass(frozen=True)
@@ -84,23 +86,39 @@ class Writer:
         assert kind is not None or not self._left, f"never written: {self._left[:3]}"
 
 
+def size_of(path: Path) -> int:
+    """Bytes of the file. ValueError for what is no regular file: reading a pipe would wait for ever."""
+    found = path.stat()  # links are followed: Hugging Face's cache consists of them
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"{path.name}: is not a regular file.")
+    return found.st_size
+
+
+def parse_json(text: bytes, what: str) -> dict[str, Any]:
+    """A JSON object. `what`: how error messages call it."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{what} is not JSON: {str(error)[:80]}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{what} is not a JSON object.")
+    return found
+
+
 class File:
     """A file that is read a tensor at a time. Nothing in it is believed before it is checked; nothing in it can run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        size = path.stat().st_size
+        size = size_of(path)
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if length > min(_MAX_HEADER, size - 8):
+            if length > min(MAX_JSON, size - 8):
                 raise ValueError(f"{path.name}: its header is said to have {length} bytes; the file has {size}.")
-            try:
-                header = json.loads(file.read(length))
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path.name}: its header is not JSON: {str(error)[:80]}") from error
+            header = parse_json(file.read(length), f"{path.name}: its header")
         self._places: dict[str, int] = {}
         self.specs: dict[str, Spec] = {}
-        for name, entry in header.items() if isinstance(header, dict) else ():
+        for name, entry in header.items():
             if name != "__metadata__":
                 self._add(name, entry, 8 + length, size)
 
