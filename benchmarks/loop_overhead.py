@@ -12,6 +12,7 @@ import argparse
 import json
 import platform
 import statistics
+import sys
 import tempfile
 import time
 from contextlib import ExitStack
@@ -93,7 +94,9 @@ def main() -> None:
     )
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
-            json.dump({"device": device, "torch": torch.__version__, **found, "overhead": overhead}, file, indent=2)
+            command = " ".join(["python", "benchmarks/loop_overhead.py", *sys.argv[1:]])
+            about = {"command": command, "device": device, "torch": torch.__version__}
+            file.write(json.dumps({**about, **found, "overhead": overhead}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -133,6 +133,8 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     more = LlamaConfig(**{**vars(CONFIG), "layers": 3})
     with pytest.raises(ValueError, match="layers.2.*Llama with 3 layers"):
         export_hf(path, tmp_path / "hf", more)
+    with pytest.raises(ValueError, match="too few for 1000000000 layers"):
+        export_hf(path, tmp_path / "hf", LlamaConfig(**{**vars(CONFIG), "layers": 10**9}))
     assert not (tmp_path / "hf").exists() and not list(tmp_path.glob("hf.tmp*"))
     with pytest.raises(ValueError, match="dtype='int8'"):
         export_hf(path, tmp_path / "hf", CONFIG, dtype="int8")

@@ -72,6 +72,8 @@ def export_hf(
         raise ValueError(f"{target} exists: name a new directory.")
     reader = Reader(checkpoint)
     config = config or _own_config(reader)
+    if config.layers > len(reader.entries):  # before a name is made for each
+        raise ValueError(f"The checkpoint's {len(reader.entries)} tensors are too few for {config.layers} layers.")
     specs = _specs(config, dtype)
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
@@ -196,10 +198,7 @@ def import_hf(
     """
     folder = Path(source)
     found = _json(folder / CONFIG)
-    try:
-        config = config_from_hf(found, **changes)
-    except (KeyError, TypeError, AttributeError) as error:  # a stranger's values may be of any type
-        raise ValueError(f"{CONFIG} cannot be understood: {type(error).__name__} {error}") from error
+    config = config_from_hf(found, **changes)
     theirs = _Theirs(folder, found)
     theirs.check(config)
     streams = {f"model.{row.ours}": theirs.stream(row) for row in rows(config)}

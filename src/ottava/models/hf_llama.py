@@ -156,6 +156,13 @@ def config_from_hf(found: Mapping[str, Any], **changes: Any) -> LlamaConfig:
     >>> config_from_hf(hf_config(LlamaConfig())) == LlamaConfig()
     True
     """
+    try:
+        return _config_from_hf(found, changes)
+    except (KeyError, TypeError, AttributeError) as error:  # a stranger's values may be of any type
+        raise ValueError(f"This config.json cannot be understood: {type(error).__name__} {error}") from error
+
+
+def _config_from_hf(found: Mapping[str, Any], changes: Mapping[str, Any]) -> LlamaConfig:
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
         if type(found.get(name)) is not int or found[name] < 1:
             raise ValueError(f"This config.json has {name} {found.get(name)!r}: expected a number from 1.")
