@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 from ottava.checkpoint.digest import digest_of
 from ottava.checkpoint.errors import InvalidCheckpoint, shown
@@ -72,21 +72,31 @@ def config_digest(config: Any) -> str:
 def read_small(folder: Folder, name: str, most: int) -> bytes:
     """All bytes of a file that may have at most `most`."""
     with folder.open(name) as file:
-        size = size_of(file)
-        if size > most:
-            raise InvalidCheckpoint.of(name, f"has {size} bytes; at most {most} are read.")
-        data = b""
-        while len(data) <= most and (block := file.read(most + 1 - len(data))):
-            data += block
-        if len(data) > most:
-            raise InvalidCheckpoint.of(name, f"grows while it is read; at most {most} bytes are.")
+        return read_at_most(file, name, most)
+
+
+def read_at_most(file: BinaryIO, name: str, most: int) -> bytes:
+    """All bytes of an open file that may have at most `most`."""
+    size = size_of(file)
+    if size > most:
+        raise InvalidCheckpoint.of(name, f"has {size} bytes; at most {most} are read.")
+    data = b""
+    while len(data) <= most and (block := file.read(most + 1 - len(data))):
+        data += block
+    if len(data) > most:
+        raise InvalidCheckpoint.of(name, f"grows while it is read; at most {most} bytes are.")
     return data
 
 
 def read_json(folder: Folder, name: str) -> dict[str, Any]:
     """A JSON object from a file of a checkpoint, of at most `MAX_JSON_BYTES`."""
+    return json_object(read_small(folder, name, MAX_JSON_BYTES), name)
+
+
+def json_object(text: bytes, name: str) -> dict[str, Any]:
+    """What the text of the file `name` says."""
     try:
-        value = json.loads(read_small(folder, name, MAX_JSON_BYTES))
+        value = json.loads(text)
     except (
         ValueError,
         RecursionError,

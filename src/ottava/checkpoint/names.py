@@ -52,12 +52,13 @@ def check_file_name(name: object, named_in: str) -> str:
     return name
 
 
-def open_inside(directory: Path, name: str) -> BinaryIO:
-    """Opens a regular file of `directory` for reading. Links are refused: they could lead anywhere."""
+def open_inside(directory: Path, name: str, links: bool = False) -> BinaryIO:
+    """Opens a regular file of `directory` for reading. Links are refused, since they could lead anywhere, unless `links`."""
     check_file_name(name, name if isinstance(name, str) else "?")
     try:
         # NONBLOCK: opening a named pipe would wait for a writer
-        descriptor = os.open(directory / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        follow = 0 if links else os.O_NOFOLLOW
+        descriptor = os.open(directory / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | follow)
     except FileNotFoundError:
         raise InvalidCheckpoint.of(name, "the file is missing.") from None
     except OSError as error:

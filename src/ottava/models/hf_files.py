@@ -27,12 +27,13 @@ from ottava.checkpoint import Reader
 from ottava.checkpoint.boxes import Box
 from ottava.checkpoint.digest import algorithm
 from ottava.checkpoint.files import About, encode_state
-from ottava.checkpoint.names import check_file_name
+from ottava.checkpoint.manifest import json_object, read_at_most
+from ottava.checkpoint.names import MAX_JSON_BYTES, check_file_name, open_inside
 from ottava.checkpoint.storage import Location, storage_at
 from ottava.checkpoint.stream import Stream, write_streams
 from ottava.models.hf_llama import Row, config_from_hf, hf_config, hf_shapes, rows
 from ottava.models.llama import LlamaConfig
-from ottava.models.safetensors_file import MAX_JSON, File, Spec, Writer, parse_json, shards, size_of
+from ottava.models.safetensors_file import File, Spec, Writer, shards
 from ottava.quant.quantizer import quantize
 
 __all__ = ["export_hf", "import_hf", "described"]
@@ -208,13 +209,10 @@ def import_hf(
 
 
 def _json(path: Path) -> dict[str, Any]:
-    try:
-        size = size_of(path)
-    except FileNotFoundError:
-        raise ValueError(f"{path.parent} has no {path.name}: is it a model of Hugging Face?") from None
-    if size > MAX_JSON:
-        raise ValueError(f"{path.name}: has {size} bytes; at most {MAX_JSON} are read.")
-    return parse_json(path.read_bytes(), path.name)
+    if not path.exists():
+        raise ValueError(f"{path.parent} has no {path.name}: is it a model of Hugging Face?")
+    with open_inside(path.parent, path.name, links=True) as file:
+        return json_object(read_at_most(file, path.name, MAX_JSON_BYTES), path.name)
 
 
 class _Theirs:

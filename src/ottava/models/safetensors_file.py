@@ -10,14 +10,17 @@ import ctypes
 import json
 import math
 import os
-import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
+
+from ottava.checkpoint.manifest import json_object
+from ottava.checkpoint.names import MAX_JSON_BYTES, open_inside
+from ottava.checkpoint.storage import size_of
 
 DTYPES = {
     "F32": torch.float32,
@@ -30,8 +33,6 @@ DTYPES = {
     "I64": torch.int64,
 }
 _WORDS = {dtype: word for word, dtype in DTYPES.items()}
-MAX_JSON = 4 << 20
-"""Bytes of JSON that are read of a stranger's file: the names of 30,000 tensors, and at most 100 MB in memory."""
 
 
 @dataclass(frozen=True)
@@ -86,36 +87,17 @@ class Writer:
         assert kind is not None or not self._left, f"never written: {self._left[:3]}"
 
 
-def size_of(path: Path) -> int:
-    """Bytes of the file. ValueError for what is no regular file: reading a pipe would wait for ever."""
-    found = path.stat()  # links are followed: Hugging Face's cache consists of them
-    if not stat.S_ISREG(found.st_mode):
-        raise ValueError(f"{path.name}: is not a regular file.")
-    return found.st_size
-
-
-def parse_json(text: bytes, what: str) -> dict[str, Any]:
-    """A JSON object. `what`: how error messages call it."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{what} is not JSON: {str(error)[:80]}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{what} is not a JSON object.")
-    return found
-
-
 class File:
     """A file that is read a tensor at a time. Nothing in it is believed before it is checked; nothing in it can run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        size = size_of(path)
-        with open(path, "rb") as file:
+        with open_inside(path.parent, path.name, links=True) as file:  # links: Hugging Face's cache consists of them
+            size = size_of(file)
             length = int.from_bytes(file.read(8), "little")
-            if length > min(MAX_JSON, size - 8):
+            if length > min(MAX_JSON_BYTES, size - 8):
                 raise ValueError(f"{path.name}: its header is said to have {length} bytes; the file has {size}.")
-            header = parse_json(file.read(length), f"{path.name}: its header")
+            header = json_object(file.read(length), path.name)
         self._places: dict[str, int] = {}
         self.specs: dict[str, Spec] = {}
         for name, entry in header.items():

@@ -124,8 +124,12 @@ class ScheduleSection:
     """Share of the steps in which wsd comes down. None: 0.2."""
 
     def warmup(self, steps: int) -> int:
-        """Of a run of `steps`."""
+        """Steps of it, in a run of `steps`."""
         return min(steps * 3 // 10, 2000) if self.warmup_steps is None else self.warmup_steps
+
+    def decay(self, steps: int) -> int:
+        """Steps in which wsd comes down, at the end of a run of `steps`."""
+        return round(steps * (0.2 if self.decay_fraction is None else self.decay_fraction))
 
 
 @dataclass(frozen=True)
@@ -164,7 +168,7 @@ class PrecisionSection:
     """How matrix products are quantized. none: not at all."""
     plain_layers: int | None = None
     """Layers at the end of the model that stay unquantized. None: 0; a sixth of all with NVFP4BlockScaling, whose 4 bits cost accuracy
-    there first."""
+    there first (but not with fp8_weights)."""
     activations: Literal["auto", "bfloat16", "float32"] = "auto"
     """Type of everything that is not quantized. auto: bfloat16 on a GPU, float32 on a CPU, which is slow in bfloat16."""
     weights: Literal["float32", "bfloat16"] = "float32"

@@ -125,9 +125,9 @@ def _check_schedule(config: Config) -> None:
         f"schedule.decay_fraction belongs to schedule.kind 'wsd'; it is {schedule.kind!r}.",
     )
     _need(
-        schedule.kind != "wsd" or warmup <= steps * (1 - (schedule.decay_fraction or 0.2)),
+        schedule.kind != "wsd" or warmup <= steps - schedule.decay(steps),
         f"schedule.warmup_steps ({warmup}) reaches into the steps in which 'wsd' comes down: "
-        f"the last {schedule.decay_fraction or 0.2:.0%} of {steps}.",
+        f"the last {schedule.decay(steps)} of {steps}.",
     )
 
 

@@ -135,9 +135,8 @@ def _wait(processes: Sequence[Any]) -> int:
     first: int | None = None
     deadline: float | None = None
     while True:
-        codes = [
-            process.exitcode for process in processes
-        ]  # once: who ends after this is waited for below, and seen the next time
+        # Looked at once: who ends after this is waited for below, and seen the next time.
+        codes = [process.exitcode for process in processes]
         running = [process for process, code in zip(processes, codes) if code is None]
         failed = [rank for rank, code in enumerate(codes) if code]
         if not running:

@@ -6,9 +6,6 @@ import math
 
 from ottava.train.config import ScheduleSection
 
-WSD_DECAY = 0.2
-"""Share of the steps in which "wsd" comes down, if the configuration does not say."""
-
 
 def lr_fraction(schedule: ScheduleSection, step: int, steps: int) -> float:
     """The learning rate of `step` (from 0) as a fraction of the highest; the last of `steps` has `final_fraction`.
@@ -28,8 +25,7 @@ def lr_fraction(schedule: ScheduleSection, step: int, steps: int) -> float:
         return 1.0
     top = max(warmup - 1, 0)  # the last step at 1
     if schedule.kind == "wsd":
-        decay = round(steps * (WSD_DECAY if schedule.decay_fraction is None else schedule.decay_fraction))
-        top = max(top, steps - 1 - decay)
+        top = max(top, steps - 1 - schedule.decay(steps))
     way = min(max((step - top) / max(steps - 1 - top, 1), 0.0), 1.0)  # 0 at the top, 1 at the last step
     height = (1 + math.cos(math.pi * way)) / 2 if schedule.kind == "cosine" else 1 - way
     return schedule.final_fraction + (1 - schedule.final_fraction) * height
