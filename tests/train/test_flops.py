@@ -84,8 +84,9 @@ def test_precision_of_recipes():
     assert quantized_precision(recipe.NVFP4BlockScaling()) == "fp4"
 
 
-def test_a_peak_can_be_measured_on_a_cpu():
-    peak = measure_peak(torch.device("cpu"), "float32", "fp8", seconds=0.05)
+@pytest.mark.parametrize("seconds", [0.0, 0.05], ids=["no time for a second product", "time"])
+def test_a_peak_can_be_measured_on_a_cpu(seconds):
+    peak = measure_peak(torch.device("cpu"), "float32", "fp8", seconds=seconds)
     assert set(peak.tflops) == {"float32", "fp8"} and all(0.001 < rate < 100 for rate in peak.tflops.values())
     bound = Bound(peak, "float32", "fp8")
     assert bound.mfu(FlopsPerToken(1e6, 1e5, 1e5), 10.0) is not None and "measured" in bound.basis()

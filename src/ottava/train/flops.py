@@ -152,10 +152,10 @@ def _rate_quantized(device: torch.device, precision: str, size: int, seconds: fl
 
 def _best_rate(product, device: torch.device, size: int, seconds: float) -> float:  # type: ignore[no-untyped-def]
     """TFLOP/s of the fastest run in about `seconds`."""
-    best, end = float("inf"), time.perf_counter() + seconds
     product()  # the first call sets things up
-    while time.perf_counter() < end:
-        _wait(device)
+    _wait(device)
+    best, end = float("inf"), time.perf_counter() + seconds
+    while best == float("inf") or time.perf_counter() < end:  # once at least, on however busy a machine
         start = time.perf_counter()
         product()
         _wait(device)
