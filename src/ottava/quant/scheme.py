@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import torch
+
 from ottava.quant.formats import ELEMENTS, Element
 from ottava.recipe import (
     DelayedScaling,
@@ -73,6 +75,41 @@ class Scheme:
     def transposable(self) -> bool:
         """The columnwise copy is the transpose of the rowwise one: square blocks and whole tensors."""
         return self.block is None or (self.block[0] == self.block[1] and not self.hadamard)
+
+    @property
+    def two_copies(self) -> bool:
+        """Rowwise and columnwise bytes differ: blocks that lie along one dimension, or a transform of one direction."""
+        return not self.transposable
+
+    @property
+    def needs_tensor_amax(self) -> bool:
+        """A scale depends on the largest magnitude of the whole tensor: one scale a tensor, and NVFP4's second one."""
+        return self.block is None or self.format == "e2m1"
+
+    @property
+    def feature_multiple(self) -> int:
+        """What both sizes of a matrix must be a multiple of to be multiplied in this scheme."""
+        return 32 if self.kind == "mx" else 16
+
+    @property
+    def elements_per_byte(self) -> int:
+        """Elements that one byte of data holds."""
+        return 8 // self.element.bits
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """float32, or uint8 for E8M0 (MX) and E4M3 (NVFP4) block scales."""
+        return torch.uint8 if self.kind in ("mx", "nvfp4") else torch.float32
+
+    def scale_shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        """Shape of the rowwise scales of a matrix [rows, columns]; of the columnwise ones with the sizes exchanged.
+
+        >>> Scheme.parse("e4m3:128x128").scale_shape(256, 300)
+        (2, 3)
+        """
+        if self.block is None:
+            return (1,)
+        return -(-rows // self.block[0]), -(-columns // self.block[1])
 
     def __str__(self) -> str:
         parts = [self.format, "tensor" if self.block is None else f"{self.block[0]}x{self.block[1]}"]
