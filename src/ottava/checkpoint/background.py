@@ -16,6 +16,7 @@ from ottava.checkpoint.errors import CheckpointError
 from ottava.checkpoint.plan import Item
 from ottava.checkpoint.save import Save
 from ottava.checkpoint.team import Team
+from ottava.quant.weight import Weight
 
 
 class Background:
@@ -88,10 +89,7 @@ class Background:
 
 
 def storages_of(optimizer: Optimizer) -> frozenset[int]:
-    """Addresses of the memory that a step of the optimizer changes: parameters and its own state.
-
-    Of a parameter that is more than one tensor it is the one that has the parameter's own type and shape.
-    """
+    """Addresses of the memory that a step of the optimizer changes: parameters (of stored ones bytes and scales) and its own state."""
     tensors = [p for group in optimizer.param_groups for p in group["params"]]
     tensors += [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
     return frozenset(plain.untyped_storage().data_ptr() for tensor in tensors for plain in _plain(tensor))
@@ -99,10 +97,9 @@ def storages_of(optimizer: Optimizer) -> frozenset[int]:
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
     local = torch_private.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-    if not hasattr(local, "__tensor_flatten__"):
+    if not isinstance(local, Weight):
         yield local
-        return
-    for name in local.__tensor_flatten__()[0]:
-        inner = getattr(local, name)
-        if inner.shape == local.shape and inner.dtype == local.dtype:
-            yield from _plain(inner)
+    elif local.master is not None:
+        yield local.master
+    else:
+        yield from local.memory.tensors()

@@ -43,6 +43,15 @@ Pieces = Callable[[str, Tensor], list[Piece]]
 
 
 @dataclass(frozen=True)
+class Former:
+    """Where a checkpoint of an earlier version has an entry: as the box at `offset` of another entry, of shape `shape`."""
+
+    name: str
+    offset: Index
+    shape: Index
+
+
+@dataclass(frozen=True)
 class Part:
     """What this rank holds of a tensor, where torch does not say it: an entry of a state beside tensors and DTensors.
 
@@ -58,6 +67,8 @@ class Part:
     """False: loaded like any other, but not offered when the state is saved."""
     optional: bool = False
     """Whether a checkpoint without it is complete; it then keeps its value."""
+    former: Former | None = None
+    """Where it is looked for if it is not there by its own name. (`Former.name` begins as the entry's name does.)"""
 
 
 def part_of(name: str, leaf: Tensor | Part, pieces: Pieces) -> Part:

@@ -109,17 +109,18 @@ def load(
         opened, failures = team.attempt(what, lambda f=folder: open_checkpoint(f, team.rank, team.size))  # type: ignore[misc]
         if not failures:
             assert opened is not None
-            wanted = _compare(team, what, opened, flat, relaxed)
-            reads, failures = team.attempt(what, lambda: plan_reads(opened, flat, wanted, pieces))  # noqa: B023
+            named = as_stored(flat, opened)
+            wanted = _compare(team, what, opened, named, relaxed)
+            reads, failures = team.attempt(what, lambda: plan_reads(opened, named, wanted, pieces))  # noqa: B023
         if failures:
             rejected.append(Rejected(str(folder.path), joined(failures, team.size)))
             continue
         assert opened is not None and reads is not None
         team.agree(f"{what}, and tensors may be filled in part", lambda: read_all(folder, reads), lambda _: None)  # noqa: B023
-        for name in flat.values:
+        for name in named.values:
             if name in wanted:
-                assign(state, flat.paths[name], opened.values[name])
-        kept = tuple(name for name in flat.paths if name not in wanted)
+                assign(state, named.paths[name], opened.values[name])
+        kept = tuple(name for name in named.paths if name not in wanted)
         return Loaded(opened.manifest.step, folder.path, opened.manifest, opened.config, kept, tuple(rejected))
     if rejected or which != "newest":
         raise NoUsableCheckpoint.of(str(storage.path), rejected)
@@ -160,6 +161,24 @@ def _names(storage: Storage, which: Location | int) -> list[str]:
     if which != "newest":
         raise ValueError(f"which={which!r}: expected 'newest', a step (int), a directory (Path) or a URL.")
     return [folder.name for _, folder in storage.candidates()]
+
+
+def as_stored(flat: Flat, opened: Opened) -> Flat:
+    """`flat`, with entries that the checkpoint has under a former name under that name (`Part.former`)."""
+    tensors: dict[str, Tensor | Part] = {}
+    paths = dict(flat.paths)
+    for name, tensor in flat.tensors.items():
+        former = tensor.former if isinstance(tensor, Part) else None
+        if former is None or name in opened.entries or former.name not in opened.entries:
+            tensors[name] = tensor
+            continue
+        assert isinstance(tensor, Part)
+        views = tuple((tuple(a + b for a, b in zip(offset, former.offset)), view) for offset, view in tensor.views)
+        before = tensors.get(former.name)
+        views = (before.views if isinstance(before, Part) else ()) + views
+        tensors[former.name] = Part(former.shape, tensor.dtype, views, tensor.writes, tensor.optional)
+        paths.setdefault(former.name, paths.pop(name))
+    return Flat(tensors, flat.values, paths)
 
 
 # ---------------------------------------------------------------------------------------------------------- comparison

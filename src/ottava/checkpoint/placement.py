@@ -1,15 +1,23 @@
 """Where the memory of a parameter lies in the parameter that one process would hold.
 
-FSDP2, HSDP, x TP     a DTensor says it, in the order of the ranks; `Layout` knows the order of one process
+FSDP2, HSDP, x TP     a DTensor says it
 DDP, x TP             a plain tensor: the whole, or the part that the module's `layouts` and `tp_rank` say
 FSDP1, x TP           a stretch of the flattened tensor: up to three boxes of a matrix
+
+Weights that are stored in FP8 (`quantized_model_init`) are entries of bytes and scales:
+
+NAME.rowwise_data            uint8 [M, K]; E2M1: [M, K/2]
+NAME.rowwise_scale_inv       [1], or one a block: [ceil(M/B), ceil(K/B)], [M, ceil(K/B)]
+NAME.rowwise_amax            [1], where the scheme keeps it
+NAME.columnwise_data         uint8 [K, M], and
+NAME.columnwise_scale_inv    [K, ceil(M/B)]: 1-D blocks only; elsewhere the columnwise copy is the transpose
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,14 +26,23 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ottava import torch_private
-from ottava.checkpoint.boxes import Box, Index, Part
-from ottava.checkpoint.stored_weight import stored_entry
-from ottava.distributed.sharded_weight import ShardedWeight
+from ottava.checkpoint.boxes import Box, Former, Index, Part
 from ottava.distributed.vocabulary import VocabParallelEmbedding, VocabParallelHead
 from ottava.distributed.whole import layout_of
 from ottava.nn.initialize import WRAPPERS
-from ottava.nn.strategy import Layout
-from ottava.quant.tensor import QuantizedTensor
+from ottava.quant.weight import Weight
+from ottava.quant.weight_memory import COLUMNWISE, WeightMemory, blocks_of
+
+
+@dataclass(frozen=True)
+class Fused:
+    """The parameter under the name of a matrix that it holds rows of, as checkpoints before 0.2 have it."""
+
+    name: str
+    first: int
+    """Row at which the parameter begins."""
+    rows: int
+    """Of the matrix."""
 
 
 @dataclass(frozen=True)
@@ -36,32 +53,38 @@ class Placed:
     """As in one process."""
     parameter: nn.Parameter
     local: Tensor
-    """What this rank holds: a plain tensor, or a QuantizedTensor. Of FSDP1 a flat one."""
+    """What this rank holds: a plain tensor, or a stored Weight. Of FSDP1 a flat one."""
     shape: Index
     """Of the whole parameter."""
     boxes: tuple[Box, ...]
-    """Of `local`, in the order in which ranks hold the parameter: several if it is flat."""
-    layout: Layout
-    size: int
-    """Tensor-parallel ranks."""
-    tp_rank: int
+    """Of `local`: several if it is flat."""
+    fused: Fused | None
 
-    def part(self, tensor: Tensor) -> Part:
-        """`tensor` has the place of the parameter."""
+    def part(self, tensor: Tensor, key: str = "") -> Part:
+        """`tensor` has the place of the parameter. key: what its name in the state ends with, after the parameter's."""
         views, at = [], 0
         flat = len(self.boxes) != 1 or tuple(tensor.shape) != self.boxes[0][1]
         for offset, shape in self.boxes:
             count = math.prod(shape)
-            box = tensor[at : at + count].view(shape) if flat else tensor
-            views += [(p.start, p.of(box)) for p in self.layout.pieces(offset, shape, self.size)]
+            views.append((offset, tensor[at : at + count].view(shape) if flat else tensor))
             at += count
-        return Part(self.shape, tensor.dtype, tuple(views))
+        return Part(self.shape, tensor.dtype, tuple(views), former=self._former(key, self.shape))
+
+    def _former(self, key: str, shape: Index, first: int | None = None, rows: int | None = None) -> Former | None:
+        """Where a checkpoint under the fused name has an entry of `shape`; first, rows: in units of the entry's own rows."""
+        if self.fused is None:
+            return None
+        first = self.fused.first if first is None else first
+        rows = self.fused.rows if rows is None else rows
+        return Former(f"{self.fused.name}{key}", (first, *(0,) * (len(shape) - 1)), (rows, *shape[1:]))
 
     def entry(self) -> Any:
         """For the state's "model"."""
-        if isinstance(self.local, QuantizedTensor):
-            return stored_entry(self.name, self.local, self.shape, self.layout, self.size, self.tp_rank)
-        return self.part(self.local)
+        if isinstance(self.local, Weight) and self.local.stored_quantized:
+            return self._stored(self.local.memory)
+        return self.part(
+            self.local.master if isinstance(self.local, Weight) and self.local.master is not None else self.local
+        )
 
     def state_entry(self, key: str, value: Any) -> Any:
         """For a value of the optimizer's state of this parameter."""
@@ -69,7 +92,7 @@ class Placed:
             return value
         local = torch_private.local_tensor(value) if isinstance(value, DTensor) else value
         if local.shape == self.local.shape:
-            return self.part(local)
+            return self.part(local, f".{key}")
         if local.numel() != 1 or (key != "step" and self.local.numel() != math.prod(self.shape)):
             raise ValueError(
                 f"The optimizer's {key!r} of {self.name} has shape {tuple(local.shape)} where the parameter has "
@@ -78,7 +101,56 @@ class Placed:
             )
         # FSDP1 makes no steps with a parameter of which a rank holds nothing, so such a rank's count is not to be believed.
         counts = self.local.numel() > 0 or math.prod(self.shape) == 0
-        return Part(tuple(local.shape), local.dtype, (((0,) * local.dim(), local),), writes=counts)
+        former = Former(f"{self.fused.name}.{key}", (0,) * local.dim(), tuple(local.shape)) if self.fused else None
+        return Part(tuple(local.shape), local.dtype, (((0,) * local.dim(), local),), writes=counts, former=former)
+
+    def _stored(self, memory: WeightMemory) -> dict[str, Part]:
+        """Bytes and scales, each where it lies in the whole parameter."""
+        place, scheme = memory.place, memory.scheme
+        if scheme.two_copies and scheme.elements_per_byte > 1:
+            raise ValueError(
+                f"{self.name} is stored as {scheme}, whose two copies are packed along different dimensions: use 2-D blocks."
+            )
+        packed, (first, rows) = scheme.elements_per_byte, place.part
+        shape, at = (rows, place.matrix[1] // packed), (place.top - first, place.left // packed)
+        entry: dict[str, Part] = {}
+        for direction in memory.directions:
+            data = memory.data[direction][: place.rows]
+            entry[f"{direction}_data"] = Part(
+                shape, data.dtype, ((at, data),), former=self._former(f".{direction}_data", shape)
+            )
+            if scheme.block is not None:
+                entry[f"{direction}_scale_inv"] = self._scale(memory, direction)
+        if scheme.needs_tensor_amax:
+            entry["rowwise_amax"] = self._of_tensor(memory.group.amax, ".rowwise_amax")
+        if scheme.per_tensor:
+            entry["rowwise_scale_inv"] = self._of_tensor(memory.group.scale_inv, ".rowwise_scale_inv")
+        return {key: _transposed(part) if key.startswith(COLUMNWISE) else part for key, part in entry.items()}
+
+    def _of_tensor(self, tensor: Tensor, key: str) -> Part:
+        former = None if self.fused is None else Former(f"{self.fused.name}{key}", (0,), (1,))
+        return Part((1,), tensor.dtype, (((0,), tensor),), former=former)
+
+    def _scale(self, memory: WeightMemory, direction: str) -> Part:
+        """Scales of blocks, as rows and columns of the matrix."""
+        (first, rows), (matrix_rows, columns), block = memory.place.part, memory.place.matrix, memory.block(direction)
+        whole = blocks_of((first, 0, rows, columns), block)
+        held = blocks_of(memory.box_of_scales(direction), block)
+        scale, offset = memory.scales(direction), [h.start - w.start for h, w in zip(held, whole)]
+        if offset[0] < 0 or held[0].stop > whole[0].stop:  # of the whole matrix: those of the parameter's rows
+            scale, offset[0] = scale[whole[0]], 0
+        shape = (whole[0].stop - whole[0].start, whole[1].stop)
+        former = self._former(f".{direction}_scale_inv", shape, first // block[0], -(-matrix_rows // block[0]))
+        return Part(shape, scale.dtype, ((tuple(offset), scale),), former=former)
+
+
+def _transposed(part: Part) -> Part:
+    """The part of the transpose."""
+    views = tuple((offset[::-1], view.t()) for offset, view in part.views)
+    former = part.former
+    if former is not None:
+        former = Former(former.name, former.offset[::-1], former.shape[::-1])
+    return replace(part, shape=part.shape[::-1], views=views, former=former)
 
 
 def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -135,14 +207,18 @@ def _placed(
         stop = first + local.numel()
         cut = flat_boxes(held, first, stop) if stretch else [((0,) * len(held), held)]
         boxes = tuple((tuple(a + b for a, b in zip(start, offset)), extent) for offset, extent in cut)
-    if isinstance(local, ShardedWeight):
-        local = local.master
-    return Placed(name, parameter, local, whole, boxes, layout, size, tp_rank)
+    return Placed(name, parameter, local, whole, boxes, _fused(name, module, attribute))
 
 
-def _tensor_parallel_place(
-    module: nn.Module, layout: Layout, size: int, tp_rank: int, held: Index
-) -> tuple[Index, Index]:
+def _fused(name: str, module: Any, attribute: str) -> Fused | None:
+    for whole, rows in getattr(module, "fused", {}).items():
+        if attribute in rows:
+            first = sum(list(rows.values())[: list(rows).index(attribute)])
+            return Fused(f"{name.removesuffix(attribute)}{whole}", first, sum(rows.values()))
+    return None
+
+
+def _tensor_parallel_place(module: nn.Module, layout: Any, size: int, tp_rank: int, held: Index) -> tuple[Index, Index]:
     """(shape of the whole, where a plain tensor-parallel part of shape `held` begins)."""
     whole, start = list(held), [0] * len(held)
     if isinstance(module, VocabParallelEmbedding | VocabParallelHead):

@@ -28,12 +28,12 @@ from ottava.checkpoint.boxes import Part
 from ottava.checkpoint.checkpoints import Checkpoints
 from ottava.checkpoint.load import Loaded, Relaxed
 from ottava.checkpoint.placement import Placed, modules_of, placed_parameters
-from ottava.checkpoint.stored_weight import restore_columns
 from ottava.distributed.fsdp import refresh
 from ottava.distributed.random import CudaRNGStatesTracker
 from ottava.nn.rotary import RotaryPositionEmbedding
 from ottava.optimizers import FusedAdam
 from ottava.quant.delayed import DelayedState
+from ottava.quant.weight import Weight
 
 __all__ = ["load_model_state", "model_state"]
 
@@ -52,7 +52,7 @@ def model_state(
         >>> checkpoints.save(100, model_state(model, optimizer) | {"step": 100, "data": {"position": 6400}})
     """
     parameters = list(placed_parameters(model))
-    state: dict[str, Any] = {"model": {p.name: p.entry() for p in parameters}}
+    state: dict[str, Any] = {"model": {p.name: _named(p.entry(), "model") for p in parameters}}
     state["model"] |= {name: _whole(buffer) for name, buffer in _buffers(model)}
     state["delayed"] = {name: _delayed_entry(found) for name, found in _delayed(model)}
     if optimizer is not None:
@@ -96,6 +96,15 @@ def load_model_state(
 
 def _patterns(relaxed: Relaxed) -> list[str]:
     return [] if isinstance(relaxed.extra, bool) else list(relaxed.extra)
+
+
+def _named(entry: Any, section: str) -> Any:
+    """`entry`, whose former name is that of the state: it begins with the section."""
+    if isinstance(entry, dict):
+        return {key: _named(part, section) for key, part in entry.items()}
+    if not isinstance(entry, Part) or entry.former is None:
+        return entry
+    return replace(entry, former=replace(entry.former, name=f"{section}.{entry.former.name}"))
 
 
 # ---------------------------------------------------------------------------------------------------------------- the model
@@ -188,7 +197,9 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, parameters: list[Placed])
                 )
             placed = by_id[id(parameter)]
             if values := optimizer.state.get(parameter):
-                found[placed.name] = {key: placed.state_entry(key, value) for key, value in values.items()}
+                found[placed.name] = {
+                    key: _named(placed.state_entry(key, value), "optimizer.state") for key, value in values.items()
+                }
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     return {"state": found, "groups": groups}
 
@@ -238,11 +249,13 @@ def _settle(
 ) -> None:
     """What follows from the tensors that were filled: FP8 copies, settings, streams. kept: names that were not filled."""
     parameters = list(placed_parameters(model))
-    restore_columns(parameters)
+    for placed in parameters:
+        if isinstance(placed.local, Weight) and placed.local.stored_quantized:
+            placed.local.memory.bytes_were_loaded()
     for path, delayed in _delayed(model):
-        delayed.used = f"delayed.{path}.fwd_scale" not in kept
-        if not delayed.used:
+        if f"delayed.{path}.fwd_scale" in kept:
             delayed.reset()
+        delayed.used = not delayed.is_fresh()
     if optimizer is not None:
         for group, loaded in zip(optimizer.param_groups, state["optimizer"]["groups"]):
             group.update(loaded)

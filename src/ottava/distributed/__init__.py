@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-import ottava.distributed.stored_shard  # noqa: F401 (FP8 weights under torch's own fully_shard find it there)
 from ottava.distributed.plan import Meshes, ParallelPlan
 from ottava.distributed.random import CudaRNGStatesTracker, model_parallel_seed
 from ottava.distributed.recompute import apply_recompute, checkpoint
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
     from ottava.distributed.fsdp1 import ddp, prepare_te_modules_for_fsdp, shard_model_fsdp1
     from ottava.distributed.gradients import clip_grad_norm_, gradient_sync
     from ottava.distributed.parallel_model import meshes_of, parallelize, prefetch_blocks
-    from ottava.distributed.whole import show_whole, whole_state
+    from ottava.distributed.whole import whole_state
 
 __all__ = [
     "Column",
@@ -38,7 +37,6 @@ __all__ = [
     "refresh",
     "shard_model",
     "shard_model_fsdp1",
-    "show_whole",
     "split_tensors",
     "whole_state",
 ]
@@ -48,7 +46,7 @@ _LATER = {
     **dict.fromkeys(("ddp", "prepare_te_modules_for_fsdp", "shard_model_fsdp1"), "ottava.distributed.fsdp1"),
     **dict.fromkeys(("attach", "refresh", "shard_model"), "ottava.distributed.fsdp"),
     **dict.fromkeys(("clip_grad_norm_", "gradient_sync"), "ottava.distributed.gradients"),
-    **dict.fromkeys(("show_whole", "whole_state"), "ottava.distributed.whole"),
+    "whole_state": "ottava.distributed.whole",
     **dict.fromkeys(("meshes_of", "parallelize", "prefetch_blocks"), "ottava.distributed.parallel_model"),
 }
 

@@ -11,8 +11,7 @@ once a step, with one or two MAX all-reduces for the whole model. A model that w
     loss.backward()
     optimizer.step()                             # the next forward renews the FP8 copies first
 
-    sharded_weight.py   the parameter        wire_copy.py   its FP8 copy, and what travels
-    stored_shard.py     the same without a master          gathered.py   what comes out of the all-gather
+The parameters are `quant.weight.Weight`s, whose [Note: states of a weight] says what each rank holds; `quant.weight_gather` what travels.
 """
 
 from __future__ import annotations
@@ -31,17 +30,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ottava import torch_private
 from ottava.distributed.collectives import FixedOrderReduceScatter
 from ottava.distributed.recompute import layers_of
-from ottava.distributed.sharded_weight import ShardedWeight
-from ottava.distributed.stored_shard import StoredShard
-from ottava.distributed.wire_copy import Joint, WireCopy, renew_copies
 from ottava.kernels.registry import say_once
-from ottava.nn import GroupedLinear, LayerNormMLP
-from ottava.nn.base import QuantizedModule, feature_multiple
-from ottava.quant.delayed import DelayedState
-from ottava.quant.scheme import Scheme
+from ottava.nn.base import QuantizedModule
+from ottava.nn.strategy import like_dtensor
+from ottava.quant.delayed import uses_delayed_scaling
+from ottava.quant.scheme import Scheme, weight_scheme
 from ottava.quant.state import CURRENT
-from ottava.quant.tensor import QuantizedTensor
-from ottava.recipe import DelayedScaling, Recipe
+from ottava.quant.weight import Weight, join_parts, note_made
+from ottava.quant.weight_memory import renew
+from ottava.recipe import Recipe
 
 __all__ = ["attach", "refresh", "shard_model"]
 
@@ -90,7 +87,7 @@ def shard_model(
     if recipe is not None:
         _check_recipe(model, recipe)
     chosen = layers_of(model) if blocks is None else list(blocks)
-    _wrap_weights(model, mp_policy)
+    _give_masters(model, mp_policy)
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard_after_forward}
     if mp_policy is not None:
         options["mp_policy"] = mp_policy
@@ -105,18 +102,18 @@ def shard_model(
             if isinstance(module, FSDPModule):
                 module.set_custom_reduce_scatter(FixedOrderReduceScatter())  # type: ignore[arg-type]
     _bind(model, mesh, weight_mesh, recomputed)
-    wire = _Wire(reshard_after_forward)
-    _WIRES[model] = wire
+    wire = GatherPlan(reshard_after_forward)
+    _PLANS[model] = wire
     if recipe is not None:
         wire.take_recipe(model, recipe)
     model.register_load_state_dict_post_hook(lambda module, keys: refresh(module))
     model.register_forward_pre_hook(_before_forward, prepend=True)
-    if recipe is not None and not any(master.is_meta for master, _ in _weights(model)):
+    if recipe is not None and not any(weight.is_meta for weight in _mastered(model)):
         refresh(model)
     return model
 
 
-class _Wire:
+class GatherPlan:
     """What travels for one sharded model: the recipe of its bytes, and when they were made."""
 
     def __init__(self, reshard_after_forward: bool) -> None:
@@ -132,14 +129,14 @@ class _Wire:
         scheme = _check_recipe(model, recipe)
         _set_scheme(model, recipe, scheme)
         self.recipe = recipe
-        one_direction = not scheme.transposable and recipe.backward_override is None  # type: ignore[attr-defined]
+        one_direction = scheme.two_copies and recipe.backward_override is None  # type: ignore[attr-defined]
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 torch_private.forget_gathered(module)
                 module.set_reshard_after_forward(self.reshard_after_forward or one_direction, recurse=False)
 
 
-_WIRES: weakref.WeakKeyDictionary[nn.Module, _Wire] = weakref.WeakKeyDictionary()
+_PLANS: weakref.WeakKeyDictionary[nn.Module, GatherPlan] = weakref.WeakKeyDictionary()
 _STEPS = [0]  # optimizer steps that have begun in this process: masters may have changed since
 
 
@@ -157,7 +154,7 @@ def _before_forward(model: nn.Module, args: Any) -> None:
     """
     if torch.compiler.is_compiling() or torch_private.inside_backward():
         return
-    wire = _WIRES[model]
+    wire = _PLANS[model]
     wanted = None if CURRENT.calibrating else CURRENT.recipe
     if wanted is not None and wanted not in (wire.recipe, wire.refused):
         reshard(model)
@@ -195,13 +192,17 @@ def refresh(model: nn.Module) -> None:
     """
     reshard(model)  # what is gathered now holds the old bytes
     for module in model.modules():
-        if module in _WIRES:
-            _WIRES[module].made_at = _STEPS[0]
-    weights = list(_weights(model))
-    for master, copy in weights:
-        if master.is_meta:
-            raise ValueError(f"{copy.name} is on the meta device: call model.to_empty(...) and initialize it first.")
-    renew_copies(weights)
+        if module in _PLANS:
+            _PLANS[module].made_at = _STEPS[0]
+    weights = list(_mastered(model))
+    for weight in weights:
+        if weight.is_meta:
+            raise ValueError(
+                f"{weight.memory.name} is on the meta device: call model.to_empty(...) and initialize it first."
+            )
+    renew((weight.master, weight.memory) for weight in weights)  # type: ignore[misc]
+    for weight in weights:
+        note_made(weight)
 
 
 def attach(optimizer: torch.optim.Optimizer, model: nn.Module) -> Any:
@@ -231,20 +232,22 @@ class Gemm(NamedTuple):
         """How error messages call the parameter `name`."""
         return f"{self.path}.{name}" if self.path else name
 
+    def weights(self) -> list[Any]:
+        """What this rank holds of each."""
+        return [_local(getattr(self.module, name)) for name in self.names]
+
 
 def _gemms(model: nn.Module) -> Iterator[Gemm]:
-    """Those that are quantized."""
+    """Those that are quantized, each set of parameters once."""
+    seen: set[int] = set()  # a tied weight belongs to the first module that has it
     for path, module in model.named_modules():
         if not isinstance(module, QuantizedModule) or module.plain:
             continue
-        if isinstance(module, LayerNormMLP):
-            groups = [["fc1_weight"], ["fc2_weight"]]
-        elif isinstance(module, GroupedLinear):
-            groups = [[f"weight{g}"] for g in range(module.num_gemms)]
-        else:
-            groups = [list(module.weight_names)]  # type: ignore[arg-type]
-        for number, names in enumerate(groups):
-            yield Gemm(path, module, number, names)
+        for number, names in enumerate(module.gemm_weights):
+            first = getattr(module, names[0])
+            if id(first) not in seen:
+                seen.add(id(first))
+                yield Gemm(path, module, number, names)
 
 
 def _local(parameter: Any) -> Any:
@@ -277,9 +280,9 @@ def _check_meshes(model: nn.Module, mesh: DeviceMesh, weight_mesh: DeviceMesh | 
             )
 
 
-def _wire_scheme(recipe: Recipe) -> Scheme:
+def _travelling_scheme(recipe: Recipe) -> Scheme:
     """How weights are quantized, if a rank can do so with its rows."""
-    scheme = Scheme.of(recipe, "weight")
+    scheme = weight_scheme(recipe)
     if scheme.hadamard or scheme.stochastic:
         raise ValueError(
             f"shard_model cannot quantize weights as {scheme}: a Hadamard transform mixes rows of several ranks, and stochastic "
@@ -290,151 +293,108 @@ def _wire_scheme(recipe: Recipe) -> Scheme:
             f"{type(recipe).__name__}(backward_override='high_precision') multiplies by the unquantized weight in backward, and "
             "shard_model gathers FP8 bytes only: use torch's own fully_shard, or backward_override='dequantized'."
         )
-    return Scheme(**{**vars(scheme), "from_float32": False})
+    return scheme
 
 
-def _wrap_weights(model: nn.Module, policy: MixedPrecisionPolicy | None) -> None:
-    """Puts a ShardedWeight in place of every weight; weights that are stored in FP8 stay."""
-    wrapped: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay tied
+def _give_masters(model: nn.Module, policy: MixedPrecisionPolicy | None) -> None:
+    """Puts a Weight with a master in place of every parameter that GEMMs multiply by; weights that are stored in FP8 stay."""
     for gemm in _gemms(model):
         for name in gemm.names:
             parameter = getattr(gemm.module, name)
-            if isinstance(_local(parameter), QuantizedTensor):
-                continue
-            if parameter not in wrapped:
-                wrapped[parameter] = _wrapped(parameter, gemm.where(name), policy)
-                wrapped[wrapped[parameter]] = wrapped[parameter]
-            setattr(gemm.module, name, wrapped[parameter])
-    for module in {id(gemm.module): gemm.module for gemm in _gemms(model)}.values():
-        module.register_state_dict_post_hook(_plain_state)
+            if not isinstance(_local(parameter), Weight):
+                replacement = _mastered_parameter(parameter, gemm, name, policy)
+                _replace_everywhere(model, parameter, replacement)
+        weights = gemm.weights()
+        if len(weights) > 1 and weights[0].master is not None:
+            join_parts(weights)
+    for module in model.modules():
+        if isinstance(module, QuantizedModule) and not module.plain:
+            module.register_state_dict_post_hook(_state_of_masters)
 
 
-def _wrapped(parameter: nn.Parameter, where: str, policy: MixedPrecisionPolicy | None) -> nn.Parameter:
-    local = _local(parameter).detach().contiguous()
-    copy = WireCopy(where, None, tuple(local.shape))
-    copy.plain_dtype = None if policy is None else policy.param_dtype
-    weight: Tensor = ShardedWeight(local, copy)
+def _replace_everywhere(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    """Tied weights stay tied."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter is old:
+                setattr(module, name, new)
+
+
+def _mastered_parameter(
+    parameter: nn.Parameter, gemm: Gemm, name: str, policy: MixedPrecisionPolicy | None
+) -> nn.Parameter:
+    local = Weight.mastered(gemm.where(name), _local(parameter).detach().contiguous())
+    local.memory.gather_dtype = None if policy is None else policy.param_dtype
+    weight: Tensor = local
     if isinstance(parameter, DTensor):
-        weight = DTensor.from_local(
-            weight,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        gemm.module.place_weight(name, local)
+        weight = like_dtensor(parameter, local)
     return nn.Parameter(weight, requires_grad=parameter.requires_grad)
 
 
 def _check_recipe(model: nn.Module, recipe: Recipe) -> Scheme:
-    """The scheme of the weights. Raises, by name, if a weight or its parts cannot be quantized as one process would."""
-    scheme = _wire_scheme(recipe)
+    """The scheme of the weights. Raises, by name, if a weight cannot be quantized as one process would."""
+    scheme = _travelling_scheme(recipe)
     for gemm in _gemms(model):
-        _check_split(gemm, recipe, scheme)
-        for name in gemm.names:
-            _check_weight(_local(getattr(gemm.module, name)), gemm.where(name), recipe, scheme)
+        for name, local in zip(gemm.names, gemm.weights(), strict=True):
+            _check_weight(local, gemm.where(name), recipe, scheme)
     return scheme
 
 
-def _shape(local: Any) -> tuple[int, ...]:
-    """Of what FSDP gathers: the weight, or this rank's tensor-parallel part of it."""
-    return tuple(local.copy.shape if isinstance(local, ShardedWeight | StoredShard) else local.shape)
-
-
 def _check_weight(local: Any, where: str, recipe: Recipe, scheme: Scheme) -> None:
-    if _is_stored(local):
-        if (local.scheme.format, local.scheme.block) != (scheme.format, scheme.block):
+    if isinstance(local, Weight) and local.master is None:
+        if not local.scheme.same_bytes(scheme):
             raise ValueError(
                 f"{where} is stored as {local.scheme}, but {type(recipe).__name__} multiplies by {scheme}: give shard_model the recipe "
                 "that quantized_model_init had."
             )
         return
-    multiple, shape = feature_multiple(recipe), _shape(local)
-    if shape[0] % multiple or shape[1] % multiple:
+    shape = local.memory.place.unit if isinstance(local, Weight) else tuple(local.shape)
+    if any(size % scheme.feature_multiple for size in shape):
         raise ValueError(
-            f"{where} of shape {shape} cannot be multiplied by {type(recipe).__name__}: both sizes must be "
-            f"multiples of {multiple}."
+            f"{where} of shape {tuple(shape)} cannot be multiplied by {type(recipe).__name__}: both sizes must be "
+            f"multiples of {scheme.feature_multiple}."
         )
 
 
-def _is_stored(local: Any) -> bool:
-    """Whether the parameter is FP8 bytes, whole or sharded."""
-    return isinstance(local, QuantizedTensor | StoredShard)
-
-
-def _rows_of_a_part(recipe: Recipe, scheme: Scheme) -> int:
-    """What the rows of each part of a split weight must be a multiple of, for its bytes to be those of the one matrix."""
-    if scheme.block is None:
-        return 1
-    return scheme.block[0] if recipe.backward_override is not None else max(scheme.block)  # type: ignore[attr-defined]
-
-
-def _check_split(gemm: Gemm, recipe: Recipe, scheme: Scheme) -> None:
-    """A weight in several parameters is multiplied as one: its bytes have to be those of the one matrix."""
-    locals_ = [_local(getattr(gemm.module, name)) for name in gemm.names]
-    multiple = _rows_of_a_part(recipe, scheme)
-    if len(locals_) == 1 or _is_stored(locals_[0]) or not any(_shape(w)[0] % multiple for w in locals_):
-        return
-    sizes = ", ".join(f"{name} {_shape(local)}" for name, local in zip(gemm.names, locals_, strict=True))
-    raise ValueError(
-        f"{gemm.path or type(gemm.module).__name__} splits its weight into {sizes}, which {type(recipe).__name__} quantizes as one "
-        f"matrix in blocks of {multiple} rows: shard_model cannot put FP8 parts of it together. Build it with one fused weight "
-        f"(fuse_qkv_params=True, or no parameters_split), or with rows in multiples of {multiple}."
-    )
-
-
-def _weights(model: nn.Module) -> Iterator[tuple[Tensor, WireCopy]]:
-    """(master, copy) of every sharded weight that has a master, in the same order on all ranks."""
+def _mastered(model: nn.Module) -> Iterator[Weight]:
+    """What this rank holds of every weight that has a master, in the same order on all ranks."""
     for parameter in model.parameters():
         local = _local(parameter)
-        if isinstance(local, ShardedWeight):
-            yield local.master, local.copy
+        if isinstance(local, Weight) and local.master is not None:
+            yield local
 
 
 def _bind(model: nn.Module, mesh: DeviceMesh, weight_mesh: DeviceMesh | None, recomputed: Iterable[nn.Module]) -> None:
-    """Tells every copy where its rows lie and with whom it shares scales."""
+    """Tells every weight with whom it shares rows and scales."""
     shard = mesh.ndim - 1
+    group = (mesh.get_group(shard),) if mesh.size(shard) > 1 else ()
     again = {id(module) for root in recomputed for module in root.modules()}
-    bound: set[int] = set()  # the copy of a tied weight belongs to the first module that has it
     for gemm in _gemms(model):
-        for name in gemm.names:
-            copy = _local(getattr(gemm.module, name)).copy
-            if id(copy) not in bound:
-                copy.name, copy.gathers_both = gemm.where(name), False
-                weight_group = None if weight_mesh is None else weight_mesh.get_group()
-                copy.bind(
-                    mesh.get_local_rank(shard), mesh.size(shard), mesh.get_group(shard), weight_group, mesh.device_type
-                )
-            copy.gathers_both |= id(gemm.module) in again
-            bound.add(id(copy))
+        for name, weight in zip(gemm.names, gemm.weights(), strict=True):
+            memory = weight.memory
+            memory.bind(group, mesh.device_type)
+            memory.weight_group = None if weight_mesh is None else weight_mesh.get_group()
+            memory.name, memory.gathers_both = gemm.where(name), id(gemm.module) in again
 
 
 def _set_scheme(model: nn.Module, recipe: Recipe, scheme: Scheme) -> None:
-    """Tells every copy how its bytes are made, and what it is multiplied together with. Stored weights have their scheme."""
-    done: set[int] = set()  # the copy of a tied weight belongs to the first module that has it
+    """Tells every weight with a master how its bytes are made. Stored weights know it."""
     for gemm in _gemms(model):
-        locals_ = [_local(getattr(gemm.module, name)) for name in gemm.names]
-        copies = [local.copy for local in locals_]
-        for local in locals_:
-            if isinstance(local, ShardedWeight) and id(local.copy) not in done:
-                local.copy.set_scheme(scheme, recipe.backward_override is None)  # type: ignore[attr-defined]
-        if id(copies[0]) not in done and _shares_scales(locals_, recipe):
-            state: DelayedState | None = gemm.module.delayed if isinstance(recipe, DelayedScaling) else None
-            joint = Joint(copies, None if isinstance(locals_[0], StoredShard) else state, 3 * gemm.number + 1)
-            for copy in copies:
-                copy.joint = joint
-        done.update(map(id, copies))
+        weights = gemm.weights()
+        if weights[0].master is None:
+            continue
+        group = weights[0].memory.group
+        group.scheme, group.needs_columnwise = scheme, recipe.backward_override is None  # type: ignore[attr-defined]
+        if uses_delayed_scaling(recipe):
+            group.delayed, group.column = gemm.module.delayed, 3 * gemm.number + 1
+        else:
+            group.delayed = None
+        for part in group.parts:
+            part.forget_bytes()
 
 
-def _shares_scales(parts: list[ShardedWeight | StoredShard], recipe: Recipe) -> bool:
-    """Whether the parts of a weight are quantized as one matrix. Stored parts have a scale of the tensor each, as they were made."""
-    if isinstance(parts[0], ShardedWeight):
-        return True
-    scheme, multiple = parts[0].copy.scheme, _rows_of_a_part(recipe, parts[0].copy.scheme)
-    return len(parts) > 1 and scheme.kind in ("block", "mx") and all(p.copy.shape[0] % multiple == 0 for p in parts)
-
-
-def _plain_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+def _state_of_masters(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """A state dict holds the masters as plain tensors (DTensors of them), sharing their memory."""
     for name, parameter in module._parameters.items():
         value = state.get(prefix + name)
@@ -442,12 +402,5 @@ def _plain_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata
             continue  # keep_vars=True asks for the parameter itself
         # The parameter's own tensor, not that of `value`, which is a detached alias: its version would not show a write.
         local = torch_private.local_tensor(parameter if isinstance(parameter, DTensor) else value)
-        if isinstance(local, ShardedWeight):
-            state[prefix + name] = DTensor.from_local(
-                local.master,
-                value.device_mesh,
-                value.placements,
-                run_check=False,
-                shape=value.shape,
-                stride=value.stride(),
-            )
+        if isinstance(local, Weight) and local.master is not None:
+            state[prefix + name] = like_dtensor(value, local.master)

@@ -27,9 +27,9 @@ from ottava.distributed.fsdp import attach, refresh
 from ottava.distributed.parallel_model import shard_fsdp2
 from ottava.distributed.plan import ParallelPlan
 from ottava.distributed.recompute import apply_recompute, layers_of
-from ottava.distributed.sharded_weight import ShardedWeight
-from ottava.distributed.tensor_parallel import split_tensors
+from ottava.distributed.tensor_parallel import set_parallel_modes, split_tensors
 from ottava.quant.state import autocast
+from ottava.quant.weight import Weight
 from ottava.recipe import Recipe
 
 __all__ = ["RankMemory", "estimate"]
@@ -141,6 +141,7 @@ def _estimate(
 def _spread(model: nn.Module, plan: ParallelPlan, recipe: Recipe | None) -> None:
     """What `parallelize` does, without drawing values."""
     meshes, blocks = plan.meshes("cpu"), layers_of(model)
+    set_parallel_modes(model)
     if plan.tp > 1:
         split_tensors(model, meshes.tp, meshes.weight, sequence_parallel=plan.sequence_parallel)
     apply_recompute(model, plan.recompute, blocks or None)
@@ -173,8 +174,8 @@ def _sorted_out(ranks: int, held: dict[str, int], peak: dict[str, int]) -> RankM
 def _copies(model: nn.Module) -> Iterator[Tensor]:
     for parameter in model.parameters():
         local = torch_private.local_tensor(parameter) if isinstance(parameter, DTensor) else parameter
-        if isinstance(local, ShardedWeight):
-            yield from (value for value in vars(local.copy).values() if isinstance(value, Tensor))
+        if isinstance(local, Weight) and local.master is not None:
+            yield from local.memory.tensors()
 
 
 def _bytes(tensors: Iterable[Any]) -> int:

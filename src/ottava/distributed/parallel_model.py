@@ -26,9 +26,8 @@ from ottava.distributed.fsdp import refresh, shard_model
 from ottava.distributed.fsdp1 import ddp, shard_model_fsdp1
 from ottava.distributed.plan import Meshes, ParallelPlan
 from ottava.distributed.recompute import apply_recompute, layers_of
-from ottava.distributed.tensor_parallel import split_tensors
+from ottava.distributed.tensor_parallel import set_parallel_modes, split_tensors
 from ottava.distributed.topology import Machine, check_model, check_topology, enforce
-from ottava.distributed.whole import show_whole
 from ottava.nn.initialize import materialize_
 from ottava.recipe import Recipe
 
@@ -80,6 +79,7 @@ def parallelize(
     device = torch.device(meshes.root.device_type)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
+    set_parallel_modes(model)  # the same parameters on every mesh, also where nothing is split
     if plan.tp > 1:
         split_tensors(model, meshes.tp, meshes.weight, sequence_parallel=plan.sequence_parallel, overlap=plan.overlap)
     apply_recompute(model, plan.recompute, chosen or None)
@@ -101,7 +101,6 @@ def parallelize(
     else:
         materialize_(model, seed, device)
     enforce(check_model(wrapped))
-    show_whole(wrapped)
     _MESHES[wrapped] = meshes
     return wrapped
 

@@ -22,7 +22,7 @@ from ottava.nn import strategy as nn_strategy
 from ottava.nn.base import QuantizedModule
 from ottava.nn.options import ParallelOptions
 from ottava.nn.strategy import Layout
-from ottava.quant.tensor import QuantizedTensor
+from ottava.quant.weight import Weight
 
 __all__ = ["Column", "Row", "split_tensors"]
 
@@ -131,16 +131,13 @@ class _Backend:
         shape = list(parameter.shape)
         if already_cut and layout.dim is not None:
             shape[layout.dim] *= size
-        whole = parameter.detach()
-        own = whole
-        if not already_cut and layout.dim == 1 and size > 1 and isinstance(whole, QuantizedTensor):
-            raise ValueError(
-                f"{type(module).__name__}.{name} is stored in FP8 (quantized_model_init), whose columns cannot be split: construct the "
-                f"module with tp_size={size}, or outside of quantized_model_init."
-            )
+        own: Tensor = parameter.detach()
         if not already_cut and layout.dim is not None and size > 1:
-            # A copy: a view would keep the memory of the whole weight, and DTensors of views cannot be deep-copied.
-            own = layout.cut(whole, rank, size).clone(memory_format=torch.contiguous_format)
+            if isinstance(own, Weight):
+                own = own.split_tensor_parallel(layout.dim, rank, size)
+                own.memory.tensor_groups = (mesh.get_group(),)
+            else:  # a copy: a view would keep the memory of the whole weight, and DTensors of views cannot be deep-copied
+                own = layout.cut(own, rank, size).clone(memory_format=torch.contiguous_format)
         strides = torch.empty(shape, device="meta").stride()
         spread = DTensor.from_local(own, mesh, [placement], run_check=False, shape=torch.Size(shape), stride=strides)
         replacement = nn.Parameter(spread, requires_grad=parameter.requires_grad)
@@ -173,9 +170,7 @@ def split_tensors(
 
         >>> split_tensors(model, meshes.tp, meshes.weight, sequence_parallel=True)
     """
-    for module in model.modules():
-        if hasattr(module, "set_parallel_mode"):
-            module.set_parallel_mode()  # type: ignore[operator]
+    set_parallel_modes(model)
     if sequence_parallel is not None:
         _set_sequence_parallel(model, sequence_parallel)
     if overlap is not None:
@@ -185,6 +180,13 @@ def split_tensors(
                 module.overlap = replace(module.overlap, bulk_dgrad=bulk, bulk_wgrad=bulk)
     _split_below(model, tp_mesh, weight_mesh, "", {})
     return model
+
+
+def set_parallel_modes(model: nn.Module) -> None:
+    """Makes layers that were built whole ready to be split: gate and up, for one, become parameters of their own."""
+    for module in model.modules():
+        if hasattr(module, "set_parallel_mode"):
+            module.set_parallel_mode()  # type: ignore[operator]
 
 
 def _split_below(

@@ -30,7 +30,7 @@ from ottava.distributed.collectives import (
 )
 from ottava.distributed.cross_entropy import vocab_parallel_cross_entropy
 from ottava.nn.base import InitMethod, default_device
-from ottava.nn.initialize import Part, ZeroRows, as_method, draw_
+from ottava.nn.initialize import InitSlice, ZeroRows, as_method, draw_
 from ottava.nn.strategy import Layout
 from ottava.quant.quantizer import check_float
 
@@ -171,12 +171,12 @@ class _VocabularySplit(nn.Module):
 
     # ------------------------------------------------------------------------------------------------------ first values
 
-    def initial_values(self) -> dict[str, Part]:
+    def initial_values(self) -> dict[str, InitSlice]:
         """What `ottava.nn.initialize.materialize_` draws: rows of padding are 0."""
         method = ZeroRows(as_method(self.init_method), self.num_embeddings)
         whole = self.weight.shape[0] == self.padded_embeddings  # a DTensor says itself which rows it holds
         shape = (self.padded_embeddings, self.hidden_size)
-        return {"weight": Part(method, shape, (0 if whole else self.first_row, 0))}
+        return {"weight": InitSlice(method, shape, (0 if whole else self.first_row, 0))}
 
     def reset_parameters(self) -> None:
         """Draws this rank's rows by (`name`, torch's seed): equal to those of the whole matrix, whatever the group."""

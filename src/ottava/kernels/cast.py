@@ -344,10 +344,22 @@ def expand_scale(scale_inv: Tensor, scheme: Scheme, shape: torch.Size) -> Tensor
     """One scale an element (or [1])."""
     if scheme.block is None:
         return scale_inv
-    r, c = scheme.block
+    r, c = block_of(scale_inv, scheme, shape)
     if r > 1:
         scale_inv = scale_inv.repeat_interleave(r, dim=0)
     return scale_inv.repeat_interleave(c, dim=1)[: shape[0], : shape[1]]
+
+
+def block_of(scale_inv: Tensor, scheme: Scheme, shape: torch.Size | tuple[int, int]) -> tuple[int, int]:
+    """Rows and columns of values [shape] that one number of `scale_inv` stands for.
+
+    The scheme's block, or a smaller one: of a part that begins inside of a block of the whole matrix (a tensor-parallel rank's), scales
+    come on a finer grid, which divides the part evenly (`quant.weight_memory.grid_step`).
+    """
+    assert scheme.block is not None
+    usual = scheme.scale_shape(*shape)
+    r, c = (b if have == n else size // have for b, have, n, size in zip(scheme.block, scale_inv.shape, usual, shape))
+    return r, c
 
 
 def _dequantize_fake(data: Tensor, scale_inv: Tensor, amax: Tensor, scheme: str, dtype: torch.dtype) -> Tensor:

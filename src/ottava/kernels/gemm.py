@@ -70,8 +70,11 @@ def _emulate(
     a32, b32 = unpack(a, a_scheme), unpack(b, b_scheme)
     if a_scheme.kind == "tensor":
         return _scaled_product(a32, b32, a_scale, b_scale, parts)
-    if a_scheme.kind == "block":
+    if a_scheme.kind == "block" and not _finer(a, a_scale, a_scheme) and not _finer(b, b_scale, b_scheme):
         return _by_blocks_of_128(a32, a_scale, b32, b_scale, a_scheme, b_scheme, parts)
+    if a_scheme.kind == "block":
+        a32 = a32 * expand_scale(a_scale, a_scheme, a32.shape)
+        return matmul(a32, (b32 * expand_scale(b_scale, b_scheme, b32.shape)).t(), parts)
     if a_scheme.kind == "mx":
         a32 = a32 * expand_scale(e8m0_to_float(a_scale), a_scheme, a32.shape)
         b32 = b32 * expand_scale(e8m0_to_float(b_scale), b_scheme, b32.shape)
@@ -79,6 +82,12 @@ def _emulate(
     a32 = a32 * expand_scale(a_scale.view(torch.float8_e4m3fn).float(), a_scheme, a32.shape)
     b32 = b32 * expand_scale(b_scale.view(torch.float8_e4m3fn).float(), b_scheme, b32.shape)
     return _scaled_product(a32, b32, nvfp4_tensor_scale(a_amax), nvfp4_tensor_scale(b_amax), parts)
+
+
+def _finer(data: Tensor, scale: Tensor, scheme: Scheme) -> bool:
+    """Whether scales come on a finer grid than the scheme's: see `kernels.cast.block_of`."""
+    shape = (data.shape[0], data.shape[1] * scheme.elements_per_byte)
+    return scheme.block is not None and tuple(scale.shape) != scheme.scale_shape(*shape)
 
 
 def _scaled_product(a32: Tensor, b32: Tensor, a_scale: Tensor, b_scale: Tensor, parts: int) -> Tensor:
@@ -153,7 +162,7 @@ def _scaled_mm_cuda(*args: Any) -> Tensor:
     sa, sb = Scheme.parse(a_scheme), Scheme.parse(b_scheme)
     m, n, k = a.shape[0], b.shape[0], a.shape[1]
     empty = m == 0 or n == 0 or k == 0
-    ragged = sa.kind == "block" and (m % 8 or n % 8 or k % 128)
+    ragged = sa.kind == "block" and (m % 8 or n % 8 or k % 128 or _finer(b, b_scale, sb))
     if empty or ragged or not _native(sa, sb, a.device):
         return _scaled_mm(*args)
     if sa.kind == "tensor":

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,16 +12,18 @@ from torch import Tensor, nn
 
 from ottava import torch_private
 from ottava.kernels.cast import Buffers, operand_amax
+from ottava.nn import weights
 from ottava.nn.initialize import materialize_
 from ottava.nn.parallel_module import ParallelModule
 from ottava.nn.stage import Chain, Stage, StageTensors, tensor_amax
-from ottava.nn.strategy import REPLICATED, Layout, local
+from ottava.nn.strategy import local
 from ottava.quant.delayed import DelayedState
-from ottava.quant.quantizer import FLOAT_DTYPES, check_float, check_tensor, quantize_by_scheme
+from ottava.quant.quantizer import FLOAT_DTYPES, check_float, check_tensor
 from ottava.quant.recompute import forward_scale
 from ottava.quant.scheme import Scheme
 from ottava.quant.state import CURRENT
-from ottava.quant.tensor import QuantizedTensor, stack, stacks
+from ottava.quant.tensor import QuantizedTensor
+from ottava.quant.weight import Weight, as_one_matrix, one_matrix
 from ottava.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 
 InitMethod = Callable[[Tensor], Any]
@@ -82,7 +83,7 @@ def quantized_stage(stage: Stage, recipe: Recipe, gated_backward: bool = False) 
     )
 
 
-class QuantizedModule(ParallelModule):
+class QuantizedModule(weights.WeightModule, ParallelModule):
     """Base of the modules that multiply by weights: `Linear`, `LayerNormLinear`, `LayerNormMLP`, `GroupedLinear`."""
 
     _gated_stages: tuple[bool, ...] = (False,)
@@ -100,6 +101,7 @@ class QuantizedModule(ParallelModule):
         self._number = next(_NUMBERS)
         self.delayed = DelayedState(stages, device=device)
         self._weight_cache: dict[int, QuantizedTensor] = {}
+        self._remember_init()
         # With gradients and without: an evaluation between a forward and its recomputation must not change the latter.
         self._last_context: dict[bool, tuple[Recipe | None, bool, Any]] = {}
         self._last_chain: tuple[tuple, Chain] | None = None
@@ -110,44 +112,6 @@ class QuantizedModule(ParallelModule):
         return {**self.__dict__, "_last_chain": None, "_last_context": {}}
 
     # --------------------------------------------------------------------------------------------------------- parameters
-
-    def add_parameter(
-        self, name: str, shape: tuple[int, ...], split: dict[str, int] | None = None, layout: Layout = REPLICATED
-    ) -> list[str]:
-        """Registers `name`, or one parameter a split (`query_weight`, ...), as slices of one buffer. Returns their names.
-
-        shape, split: of the whole; with tp_size > 1 only this rank's part is allocated. Slices of one buffer can be multiplied as
-        one matrix without copying them together.
-        """
-        size = self.parallel.size
-        names = [f"{part.removesuffix('_')}_{name}" for part in split] if split else [name]
-        for part_name, whole in zip(names, (split or {name: shape[0]}).values(), strict=True):
-            layout.check(self.describe(part_name), (whole, *shape[1:]), size)
-        own = list(shape)
-        rows = list(split.values()) if split else [shape[0]]
-        if layout.dim is not None:
-            own[layout.dim] //= size
-            rows = [n // size for n in rows] if layout.dim == 0 else rows
-        buffer = torch.empty(own, dtype=self.params_dtype, device=self.device_at_init)
-        for part_name, part in zip(names, buffer.split(rows), strict=True):
-            self.register_parameter(part_name, nn.Parameter(part if split else buffer))
-            self.layouts[part_name] = layout
-        return names
-
-    def initialize_weight(self, names: Iterable[str], init_method: InitMethod | None) -> None:
-        """Fills the weights; stores them in FP8 if the module is constructed inside `quantized_model_init`."""
-        for name in names:
-            weight = getattr(self, name)
-            if weight.is_meta:
-                continue
-            with torch.no_grad(), self._initial_stream():
-                (init_method or default_init)(weight)
-            if CURRENT.init is not None:
-                setattr(
-                    self,
-                    name,
-                    _stored_quantized(weight, CURRENT.init.recipe, CURRENT.init.preserve, self.describe(name)),
-                )
 
     def leave_meta(self) -> bool:
         """Gives parameters on the meta device memory and first values, also where they are shards; whether there were any.
@@ -160,21 +124,15 @@ class QuantizedModule(ParallelModule):
         materialize_(self, torch.initial_seed(), prefix=f"{self.name or type(self).__name__}#{self._number}")
         return True
 
-    def _initial_stream(self) -> Any:
-        """Ranks draw different parts of a weight from different streams, if they were given a tracker of such streams."""
-        tracker = self.parallel.get_rng_state_tracker
-        if tracker is None or self.parallel.size == 1:
-            return contextlib.nullcontext()
-        return tracker().fork()
-
     def joined(self, names: list[str]) -> Tensor:
-        """The parameters as one tensor: themselves, a view over their common buffer, or a concatenation."""
+        """The parameters as one tensor: themselves, a view over their common memory, or a concatenation."""
         tensors: list[Any] = [local(getattr(self, name)) for name in names]
         if len(tensors) == 1:
             return tensors[0]
-        if all(isinstance(t, QuantizedTensor) for t in tensors):
-            # One scale a tensor cannot serve several tensors: those are rounded once more, as one.
-            return stack(tensors) if stacks(tensors) else torch.cat([t.dequantize() for t in tensors])
+        if one_matrix(tensors):
+            return as_one_matrix(tensors)
+        if all(isinstance(t, QuantizedTensor) and t.stored_quantized for t in tensors):
+            return torch.cat([t.dequantize() for t in tensors])  # somebody has put parts of several matrices together
         if not torch.compiler.is_compiling() and not torch.jit.is_tracing() and _adjacent(tensors):
             return _JoinAdjacent.apply(*tensors)
         return torch.cat(tensors)
@@ -351,9 +309,9 @@ class QuantizedModule(ParallelModule):
         """What `extra_repr` says about quantization: the scheme of stored weights, or that of the recipe in force."""
         if self.plain:
             return "unquantized"
-        stored = [p.scheme for p in self.parameters(recurse=False) if isinstance(p, QuantizedTensor)]
+        stored = list(self.stored_weights().values())
         if stored:
-            return f"weights stored as {stored[0]}"
+            return f"weights stored as {stored[0].scheme}"
         recipe = CURRENT.recipe
         if recipe is None:
             return "quantized by autocast"
@@ -375,7 +333,7 @@ def leave_unquantized(module: nn.Module) -> nn.Module:
     for child in module.modules():
         if not isinstance(child, QuantizedModule):
             continue
-        if any(isinstance(p, QuantizedTensor) for p in child.parameters(recurse=False)):
+        if child.stored_weights():
             raise ValueError(
                 f"{child.describe('weight')} is stored in FP8: build what shall stay unquantized outside of quantized_model_init."
             )
@@ -406,33 +364,18 @@ def _identical(a: tuple, b: tuple) -> bool:
 
 
 def _operands(q: QuantizedTensor) -> tuple[Tensor | None, ...]:
-    columnwise = q.operand("columnwise") if q.columnwise_data is not None else (None, None, None)
+    columnwise = q.operand("columnwise") if q.has_columnwise else (None, None, None)
     return *q.operand("rowwise"), *columnwise
 
 
-def _stored_quantized(weight: Tensor, recipe: Recipe, preserve: bool, who: str) -> nn.Parameter:
-    """A parameter that holds FP8 bytes only. Per-tensor scales are computed from the values, also under delayed scaling."""
-    scheme = Scheme.of(recipe, "weight")
-    scheme = Scheme(**{**vars(scheme), "from_float32": False})
-    multiple = feature_multiple(recipe)
-    if weight.shape[0] % multiple or weight.shape[1] % multiple:
-        raise ValueError(
-            f"{who} of shape {tuple(weight.shape)} cannot be stored by {type(recipe).__name__}: both sizes must be multiples of {multiple}."
-        )
-    parameter = nn.Parameter(quantize_by_scheme(weight.detach(), scheme))
-    if preserve:
-        _preserve(parameter, weight.detach().cpu().clone())
-    return parameter
-
-
-def _preserve(parameter: Any, value: Tensor) -> None:
-    holder = [value]
-    parameter.get_high_precision_init_val = lambda: holder[0] if holder else None
-    parameter.clear_high_precision_init_val = holder.clear
+def _plain_rows(tensor: Any) -> Tensor:
+    """The values of a weight that was gathered in high precision; other tensors as they are."""
+    return tensor.master if isinstance(tensor, Weight) and tensor.master is not None else tensor
 
 
 def _adjacent(tensors: list[Tensor]) -> bool:
     """Whether the tensors lie behind one another in one storage."""
+    tensors = [_plain_rows(tensor) for tensor in tensors]
     first = tensors[0]
     if torch_private.is_fake(first):
         return False
@@ -455,7 +398,7 @@ class _JoinAdjacent(torch.autograd.Function):
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
         ctx.rows = [t.shape[0] for t in tensors]
         ctx.set_materialize_grads(False)  # no gradient comes where it went into main_grad
-        first = tensors[0]
+        first = _plain_rows(tensors[0])
         shape = (sum(ctx.rows), *first.shape[1:])
         joined = first.new_empty(0)
         return joined.set_(first.untyped_storage(), first.storage_offset(), shape)  # type: ignore[call-overload]

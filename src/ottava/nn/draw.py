@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 
 from ottava import torch_private
-from ottava.nn.strategy import REPLICATED, Layout
 
 SLAB_ROWS = 64
 DEFAULT_STD = 0.023  # TransformerEngine's default
@@ -125,21 +124,18 @@ class ZeroRows:
 
 
 @dataclass(frozen=True)
-class Part:
+class InitSlice:
     """A parameter that is a part of a larger matrix and is not a DTensor that would say so: a shard over a tensor-parallel group.
 
     shape: of the full matrix; start: where the parameter's first element lies in it.
 
-    >>> Part(Normal(std=0.02), shape=(1024, 64), start=(512, 0))  # the second of two ranks
-    Part(method=Normal(mean=0.0, std=0.02), shape=(1024, 64), start=(512, 0))
+    >>> InitSlice(Normal(std=0.02), shape=(1024, 64), start=(512, 0))  # the second of two ranks
+    InitSlice(method=Normal(mean=0.0, std=0.02), shape=(1024, 64), start=(512, 0))
     """
 
     method: Any
     shape: tuple[int, ...]
     start: tuple[int, ...]
-    layout: Layout = REPLICATED
-    """How `ranks` tensor-parallel ranks split the matrix, where that is not row after row: see `Layout.pieces`."""
-    ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -149,7 +145,7 @@ class Given:
     tensor: Tensor
 
 
-_METHODS = (Normal, Uniform, Constant, Elementwise, Whole, ZeroRows, Part, Given)
+_METHODS = (Normal, Uniform, Constant, Elementwise, Whole, ZeroRows, InitSlice, Given)
 _ELEMENTWISE = "ottava_elementwise"
 _TORCH_ELEMENTWISE = tuple(
     getattr(nn.init, name) for name in ("normal_", "uniform_", "trunc_normal_", "constant_", "zeros_", "ones_")
@@ -283,14 +279,14 @@ def default_stream(state: Tensor) -> Iterator[None]:
 
 
 def draw_(parameter: Tensor, name: str, method: Any = None, seed: int = 0) -> None:
-    """Draws, in place, what this rank holds of `parameter`: of a DTensor its shard, else all, or the place that a `Part` names.
+    """Draws, in place, what this rank holds of `parameter`: of a DTensor its shard, else all, or the place that an `InitSlice` names.
 
     >>> weight = torch.nn.Parameter(torch.empty(8, 4))
     >>> draw_(weight, "head.weight", Normal(std=0.02))
     """
     part = as_method(method)
-    if not isinstance(part, Part):
-        part = Part(part, tuple(parameter.shape), (0,) * parameter.dim())
+    if not isinstance(part, InitSlice):
+        part = InitSlice(part, tuple(parameter.shape), (0,) * parameter.dim())
     start, held, local = list(part.start), tuple(parameter.shape), parameter
     with torch.no_grad():
         if is_dtensor(parameter):
@@ -304,8 +300,7 @@ def draw_(parameter: Tensor, name: str, method: Any = None, seed: int = 0) -> No
         plain = type(local) in (Tensor, nn.Parameter)
         # A subclass, such as a quantized tensor, takes its whole value at once.
         values = local.detach() if plain else torch.empty(held, dtype=torch.float32, device="cpu")
-        for piece in part.layout.pieces(start, held, part.ranks):
-            _fill_box(piece.of(values), name, part.shape, as_method(part.method), seed, list(piece.start))
+        _fill_box(values, name, part.shape, as_method(part.method), seed, start)
         if not plain and local.numel():
             local.copy_(values.to(local.device))
 

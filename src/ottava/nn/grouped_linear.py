@@ -229,6 +229,11 @@ class GroupedLinear(QuantizedModule):
         self.reset_parameters(defer_init=self.device_at_init.type == "meta")
         join_meshes(self, tp_group, tp_mesh, weight_mesh)
 
+    @property
+    def gemm_weights(self) -> list[list[str]]:
+        """One weight a group."""
+        return [[f"weight{g}"] for g in range(self.num_gemms)]
+
     def divide_features(self, size: int) -> None:
         """One rank's share of the features."""
         if self.parallel.mode == "column":

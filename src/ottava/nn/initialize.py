@@ -14,8 +14,8 @@ from ottava.nn.draw import (
     Constant,
     Elementwise,
     Given,
+    InitSlice,
     Normal,
-    Part,
     Uniform,
     Whole,
     ZeroRows,
@@ -26,11 +26,13 @@ from ottava.nn.draw import (
     elementwise,
     is_dtensor,
 )
+from ottava.nn.strategy import like_dtensor
 from ottava.quant.delayed import DelayedState
+from ottava.quant.weight import Weight
 
 __all__ = [
-    "Constant", "Elementwise", "Normal", "Part", "Uniform", "Whole", "ZeroRows",
-    "as_method", "become_", "draw", "draw_", "elementwise", "materialize_",
+    "Constant", "Elementwise", "Normal", "InitSlice", "Uniform", "Whole", "ZeroRows",
+    "as_method", "swap_parameter_", "draw", "draw_", "elementwise", "materialize_",
 ]  # fmt: skip
 
 WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
@@ -53,7 +55,7 @@ def materialize_(
     parameters begin with in the model, for FSDP1's `param_init_fn`. redraw: also parameters that hold values already.
 
     Where values come from, for each module with parameters of its own:
-    1. `module.initial_values()`, if it has that method: {parameter name: method}, methods as for `draw`, or a `Part`;
+    1. `module.initial_values()`, if it has that method: {parameter name: method}, methods as for `draw`, or an `InitSlice`;
     2. Ottava's modules (`init_method`, gains 1, biases 0), and torch's Linear, Embedding, LayerNorm and RMSNorm, as they do it;
     3. `module.reset_parameters()`, run on a full-size copy of the module's own parameters, which is then cut.
     Buffers: `module.reset_buffers()` if there is one, else what `reset_parameters` left in them; delayed scaling starts fresh.
@@ -69,11 +71,11 @@ def materialize_(
     return module
 
 
-def become_(tensor: Tensor, value: Tensor) -> None:
+def swap_parameter_(tensor: Tensor, value: Tensor) -> None:
     """Makes the parameter `tensor` hold `value` (another device, shape or subclass) and stay the same Python object.
 
     >>> weight = torch.nn.Parameter(torch.empty(4, 4, device="meta"))
-    >>> become_(weight, torch.zeros(4, 4)); weight.device.type
+    >>> swap_parameter_(weight, torch.zeros(4, 4)); weight.device.type
     'cpu'
     """
     new = nn.Parameter(value, requires_grad=tensor.requires_grad)
@@ -100,32 +102,65 @@ def _materialize_one(
         return
     done.update(id(p) for p in parameters.values())
     values, reset_buffers = _values_of(module, path, seed, parameters, buffers)
+    stored: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
-        full_name = f"{path}.{name}".strip(".")
+        full_name = f"{path}.{_drawn_as(module, name)}".strip(".")
         if name not in values:
             raise ValueError(
                 f"{_who(module, path)}.initial_values() says nothing about {name!r}; it names {sorted(values)}."
             )
         if parameter.is_meta:
-            become_(parameter, _empty_like(parameter, _device_of(parameter, device)))
-        draw_(parameter, full_name, _placed(module, name, parameter, values[name]), seed)
+            swap_parameter_(parameter, _empty_like(parameter, _device_of(parameter, device)))
+        method = _placed(module, name, parameter, values[name])
+        if _is_stored(parameter):
+            stored[name] = _drawn(parameter, full_name, method, seed)
+        else:
+            draw_(parameter, full_name, method, seed)
+    if stored:
+        module.store_values(stored)  # type: ignore[operator]
     for name, buffer in buffers.items():
         module._buffers[name] = torch.empty_like(buffer, device=_device_of(buffer, device))
     with torch.no_grad():
         reset_buffers()
 
 
+def _is_stored(parameter: Any) -> bool:
+    """Whether the parameter is FP8 bytes alone."""
+    local = torch_private.local_tensor(parameter) if is_dtensor(parameter) else parameter
+    return isinstance(local, Weight) and local.stored_quantized
+
+
+def _drawn(parameter: Any, name: str, method: Any, seed: int) -> Tensor:
+    """First values of what this rank holds of a stored weight, in the type it stands for."""
+    if is_dtensor(parameter):
+        local = torch_private.local_tensor(parameter)
+        values = torch.empty(local.shape, dtype=parameter.dtype, device=local.device)
+        twin: Any = like_dtensor(parameter, values)
+    else:
+        twin = values = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    draw_(twin, name, method, seed)
+    return values
+
+
 def _placed(module: Any, name: str, parameter: Tensor, method: Any) -> Any:
-    """`method`, with what the module knows about how tensor parallelism has split the parameter."""
-    layout = getattr(module, "layouts", {}).get(name)
-    size = getattr(module, "tp_size", 1)
-    if layout is None or layout.dim is None or size == 1 or isinstance(method, Part):
+    """`method`, with what the module knows about where the parameter lies: in a rank's part, in a matrix of several parameters."""
+    if isinstance(method, InitSlice):
         return method
+    layout, size = getattr(module, "layouts", {}).get(name), getattr(module, "tp_size", 1)
     shape, start = list(parameter.shape), [0] * parameter.dim()
-    if not is_dtensor(parameter):  # this rank's part; a DTensor says itself where it lies
-        start[layout.dim] = module.tp_rank * shape[layout.dim]
+    if layout is not None and layout.dim is not None and size > 1 and not is_dtensor(parameter):
+        start[layout.dim] = module.tp_rank * shape[layout.dim]  # a DTensor says itself where it lies
         shape[layout.dim] *= size
-    return Part(method, tuple(shape), tuple(start), layout, size)
+    rows = next((rows for rows in getattr(module, "fused", {}).values() if name in rows), None)
+    if rows is not None:
+        start[0] += sum(list(rows.values())[: list(rows).index(name)])
+        shape[0] = sum(rows.values())
+    return method if shape == list(parameter.shape) else InitSlice(method, tuple(shape), tuple(start))
+
+
+def _drawn_as(module: Any, name: str) -> str:
+    """The name that values are drawn by: that of the whole matrix, so that it starts the same however many parameters it is."""
+    return next((whole for whole, rows in getattr(module, "fused", {}).items() if name in rows), name)
 
 
 @torch.no_grad()
@@ -133,13 +168,7 @@ def _empty_like(parameter: Any, device: torch.device) -> Tensor:
     """Memory for what this rank holds of `parameter`."""
     if not is_dtensor(parameter):
         return torch.empty_like(parameter.detach(), device=device)
-    from torch.distributed.tensor import DTensor
-
-    local = torch.empty_like(parameter.to_local(), device=device)
-    shape, stride = parameter.shape, parameter.stride()
-    return DTensor.from_local(
-        local, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
-    )
+    return like_dtensor(parameter, torch.empty_like(torch_private.local_tensor(parameter), device=device))
 
 
 def _device_of(tensor: Any, device: torch.device | str | None) -> torch.device:

@@ -16,6 +16,7 @@ from ottava.nn.options import (
     check_recompute,
     normalize_split,
     refuse_delayed_wgrad,
+    split_names,
 )
 from ottava.nn.parallel_module import join_meshes, linear_layouts
 from ottava.nn.stage import Norm, Stage
@@ -93,8 +94,10 @@ class LayerNormLinear(QuantizedModule):
             self.layer_norm_bias = None
         split = normalize_split(parameters_split, out_features)
         weight, vector = linear_layouts(parallel_mode)
-        self.weight_names = self.add_parameter("weight", (out_features, in_features), split, weight)
-        self.bias_names = self.add_parameter("bias", (out_features,), split, vector) if bias else []
+        rows = split_names(split, "weight")
+        self.weight_names = self.add_parameter("weight", (out_features, in_features), rows, weight)
+        rows = split_names(split, "bias")
+        self.bias_names = self.add_parameter("bias", (out_features,), rows, vector) if bias else []
         if self.parallel.size > 1:
             self.divide_features(self.parallel.size)
         self.reset_parameters(defer_init=self.device_at_init.type == "meta")

@@ -96,14 +96,13 @@ class LayerNormMLP(QuantizedModule):
             self.add_parameter("layer_norm_bias", (hidden_size,))
         else:
             self.layer_norm_bias = None
-        fc1_width = 2 * ffn_hidden_size if gated(activation) else ffn_hidden_size
-        fc1, fc2 = REPLICATED, REPLICATED
-        if set_parallel_mode:
-            fc1, fc2 = self._split_layouts()
-        self.add_parameter("fc1_weight", (fc1_width, hidden_size), layout=fc1)
+        fc1, fc2 = (Layout(0), Layout(1)) if set_parallel_mode else (REPLICATED, REPLICATED)
+        fc1_width = sum(self._fc1_rows().values()) if gated(activation) else ffn_hidden_size
+        split = self._fc1_rows() if set_parallel_mode and gated(activation) else {}
+        self._add_fc1("weight", (fc1_width, hidden_size), split, fc1)
         self.add_parameter("fc2_weight", (hidden_size, ffn_hidden_size), layout=fc2)
         if bias:
-            self.add_parameter("fc1_bias", (fc1_width,), layout=fc1)
+            self._add_fc1("bias", (fc1_width,), split, fc1)
             self.add_parameter("fc2_bias", (hidden_size,))
         else:
             self.fc1_bias = self.fc2_bias = None
@@ -112,10 +111,24 @@ class LayerNormMLP(QuantizedModule):
         self.reset_parameters(defer_init=self.device_at_init.type == "meta")
         join_meshes(self, tp_group, tp_mesh, weight_mesh)
 
-    def _split_layouts(self) -> tuple[Layout, Layout]:
-        """Of fc1 (by rows; gate and up one by one) and of fc2 (by columns)."""
-        parts = (self.ffn_hidden_size,) * 2 if gated(self.activation) else ()
-        return Layout(0, parts), Layout(1)
+    def _fc1_rows(self) -> dict[str, int]:
+        """Gate and up: each is split over ranks by itself, so a module that may be split has a parameter for each."""
+        return {"gate": self.ffn_hidden_size, "up": self.ffn_hidden_size}
+
+    def _add_fc1(self, kind: str, shape: tuple[int, ...], split: dict[str, int], layout: Layout) -> None:
+        rows = {f"fc1_{part}_{kind}": count for part, count in split.items()}
+        self.add_parameter(f"fc1_{kind}", shape, rows or None, layout)
+        if rows:
+            self.fuse_names(f"fc1_{kind}", rows)
+
+    def _fc1_names(self, kind: str) -> list[str]:
+        """The parameters that make up fc1's weight or bias."""
+        return list(self.fused.get(f"fc1_{kind}", (f"fc1_{kind}",)))
+
+    @property
+    def gemm_weights(self) -> list[list[str]]:
+        """Of fc1 and fc2."""
+        return [self._fc1_names("weight"), ["fc2_weight"]]
 
     @property
     def modes(self) -> tuple[str | None, ...]:
@@ -126,8 +139,10 @@ class LayerNormMLP(QuantizedModule):
         """What the constructor's `set_parallel_mode` asks for, later: whole weights will be split by `set_device_mesh`."""
         if self.parallel.mode is None:
             self.parallel.mode = "column"
-            fc1, fc2 = self._split_layouts()
-            self.layouts.update({"fc1_weight": fc1, "fc1_bias": fc1, "fc2_weight": fc2})
+            self.layouts.update({"fc1_weight": Layout(0), "fc1_bias": Layout(0), "fc2_weight": Layout(1)})
+            for kind in ("weight", "bias") if gated(self.activation) else ():
+                if f"fc1_{kind}" in self._parameters and self._parameters[f"fc1_{kind}"] is not None:
+                    self.split_rows(f"fc1_{kind}", {f"fc1_{n}_{kind}": rows for n, rows in self._fc1_rows().items()})
 
     def divide_features(self, size: int) -> None:
         """One rank's share of the inner features."""
@@ -138,18 +153,18 @@ class LayerNormMLP(QuantizedModule):
         """Draws the weights anew, resets gain and biases, and forgets delayed-scaling history."""
         if defer_init or self.leave_meta():
             return
-        self.initialize_weight(["fc1_weight"], self.init_method)
+        self.initialize_weight(self._fc1_names("weight"), self.init_method)
         self.initialize_weight(["fc2_weight"], self.output_layer_init_method)
         with torch.no_grad():
             self.layer_norm_weight.fill_(0.0 if self.zero_centered_gamma else 1.0)
-            for bias in (self.layer_norm_bias, self.fc1_bias, self.fc2_bias):
-                if bias is not None:
-                    bias.zero_()
+            for name in ("layer_norm_bias", *self._fc1_names("bias"), "fc2_bias"):
+                if getattr(self, name) is not None:
+                    getattr(self, name).zero_()
         self.delayed.reset()
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """inp [..., hidden] -> output, or (output, bias), (output, norm output), (output, bias, norm output) as asked for."""
-        fc1_weight, fc2_weight = local(self.fc1_weight), local(self.fc2_weight)
+        fc1_weight, fc2_weight = self.joined(self._fc1_names("weight")), local(self.fc2_weight)
         x = self.check_input(inp, self.hidden_size, fc1_weight)
         self.check_features(hidden_size=self.hidden_size, ffn_hidden_size=self.ffn_hidden_size)
         norm = Norm(self.normalization, self.eps, self.zero_centered_gamma)
@@ -167,14 +182,16 @@ class LayerNormMLP(QuantizedModule):
             ]
         )
         fc1 = self.stage_tensors(
-            chain, 0, fc1_weight, self.parameter("fc1_bias"), scale, is_first_microbatch,
+            chain, 0, fc1_weight, self._fc1_bias(), scale, is_first_microbatch,
             self.parameter("layer_norm_weight", 0), self.parameter("layer_norm_bias", 0), x.dtype,
         )  # fmt: skip
         bias = self.parameter("fc2_bias", 1)
         fc2_bias = None if self.return_bias else bias
         fc2 = self.stage_tensors(chain, 1, fc2_weight, fc2_bias, scale, is_first_microbatch, dtype=x.dtype)
         accumulators = (
-            (self.accumulator(["fc1_weight"]), self.accumulator(["fc2_weight"])) if self.wgrad_accumulation else None
+            (self.accumulator(self._fc1_names("weight")), self.accumulator(["fc2_weight"]))
+            if self.wgrad_accumulation
+            else None
         )
         out = run_chain(chain, x.reshape(-1, self.hidden_size), [fc1, fc2], self.state(scale), accumulators)
         y, norm_out = out if self.return_layernorm_output else (out, out)
@@ -185,6 +202,9 @@ class LayerNormMLP(QuantizedModule):
             gathered = self.return_layernorm_output_gathered
             result += (norm_out.reshape(self.output_shape(x.shape, self.hidden_size) if gathered else x.shape),)
         return result if len(result) > 1 else result[0]
+
+    def _fc1_bias(self) -> Tensor | None:
+        return self.joined(self._fc1_names("bias")) if self.use_bias else None
 
     def extra_repr(self) -> str:
         """Shown when a model is printed."""

@@ -9,7 +9,14 @@ from torch import Tensor
 
 from ottava.nn.base import InitMethod, QuantizedModule, default_device
 from ottava.nn.core import run_chain
-from ottava.nn.options import OverlapOptions, ParallelOptions, check_recompute, normalize_split, refuse_delayed_wgrad
+from ottava.nn.options import (
+    OverlapOptions,
+    ParallelOptions,
+    check_recompute,
+    normalize_split,
+    refuse_delayed_wgrad,
+    split_names,
+)
 from ottava.nn.parallel_module import join_meshes, linear_layouts
 from ottava.nn.stage import Stage
 
@@ -71,8 +78,10 @@ class Linear(QuantizedModule):
         self.init_method = init_method
         split = normalize_split(parameters_split, out_features)
         weight, vector = linear_layouts(parallel_mode)
-        self.weight_names = self.add_parameter("weight", (out_features, in_features), split, weight)
-        self.bias_names = self.add_parameter("bias", (out_features,), split, vector) if bias else []
+        rows = split_names(split, "weight")
+        self.weight_names = self.add_parameter("weight", (out_features, in_features), rows, weight)
+        rows = split_names(split, "bias")
+        self.bias_names = self.add_parameter("bias", (out_features,), rows, vector) if bias else []
         if self.parallel.size > 1:
             self.divide_features(self.parallel.size)
         self.reset_parameters(defer_init=self.device_at_init.type == "meta")

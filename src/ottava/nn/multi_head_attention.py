@@ -14,6 +14,7 @@ from ottava.nn.base import InitMethod
 from ottava.nn.layernorm import LayerNorm, RMSNorm
 from ottava.nn.layernorm_linear import LayerNormLinear
 from ottava.nn.linear import Linear
+from ottava.nn.options import split_names
 from ottava.nn.parallel_module import join_meshes
 from ottava.nn.qk_norm import qk_norms
 from ottava.nn.rotary import apply_rotary_pos_emb, split_qkv_rope
@@ -182,9 +183,9 @@ class MultiheadAttention(torch.nn.Module):
     def _spread_heads(self) -> None:
         """Tells the parts what ranks with different heads hold of them."""
         if self.fuse_qkv_params and not self.qkv_weight_interleaved:  # [q | k | v]: each is split by itself
-            keys = (self.hidden_size_kv, self.hidden_size_kv)
+            keys = {"key": self.hidden_size_kv, "value": self.hidden_size_kv}
             if self.attention_type == "self":
-                _split_rows(self._input_projection(), (self.hidden_size_q, *keys))
+                _split_rows(self._input_projection(), {"query": self.hidden_size_q, **keys})
             else:
                 _split_rows(self.key_value, keys)
         for norm in (self.q_norm, self.k_norm):
@@ -209,11 +210,15 @@ class MultiheadAttention(torch.nn.Module):
         self.proj.layouts["weight"] = Layout(1)
         self._spread_heads()
 
+    def _born_fused(self, into: dict[str, Any]) -> bool:
+        """Whether q, k and v are one parameter: not where ranks split each by itself, since they lie one under the other."""
+        return self.fuse_qkv_params and (self.qkv_weight_interleaved or into["parallel_mode"] is None)
+
     def _make_qkv(self, into: dict[str, Any], norm: dict[str, Any]) -> None:
         """One projection for queries, keys and values."""
         width = self.hidden_size_q + 2 * self.hidden_size_kv
         parts = {"query": self.hidden_size_q, "key": self.hidden_size_kv, "value": self.hidden_size_kv}
-        split = None if self.fuse_qkv_params else parts
+        split = None if self._born_fused(into) else parts
         if self.input_layernorm:
             self.layernorm_qkv = LayerNormLinear(
                 self.hidden_size,
@@ -241,7 +246,7 @@ class MultiheadAttention(torch.nn.Module):
         self.key_value = Linear(
             self.hidden_size,
             2 * self.hidden_size_kv,
-            parameters_split=None if self.fuse_qkv_params else ("key", "value"),
+            parameters_split=None if self._born_fused(into) else ("key", "value"),
             name=_named(self.name, "linear_kv"),
             **into,
         )
@@ -414,10 +419,16 @@ class MultiheadAttention(torch.nn.Module):
         refuse_context_parallel(cp_group)
 
 
-def _split_rows(module: LayerNormLinear | Linear, parts: tuple[int, ...]) -> None:
-    """The rows of the projection are several matrices, which tensor parallelism splits one by one."""
-    for name in [*module.weight_names, *module.bias_names]:
-        module.layouts[name] = Layout(0, parts)
+def _split_rows(module: LayerNormLinear | Linear, parts: dict[str, int]) -> None:
+    """The rows of the projection are several matrices, which tensor parallelism splits one by one: each becomes a parameter."""
+    for kind, names in (("weight", module.weight_names), ("bias", module.bias_names)):
+        rows = split_names(parts, kind)
+        assert rows is not None
+        if names == [kind]:
+            module.split_rows(kind, rows)
+            names[:] = rows
+        elif names:
+            module.fuse_names(kind, rows)
 
 
 def head_channels(hidden_size: int, heads: int) -> int:

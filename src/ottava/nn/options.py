@@ -34,6 +34,11 @@ def normalize_split(split: dict[str, int] | tuple[str, ...] | list[str] | None, 
     return split
 
 
+def split_names(split: dict[str, int] | None, kind: str) -> dict[str, int] | None:
+    """Names of the parameters that a `parameters_split` asks for: "query" or "query_" is `query_weight`."""
+    return None if split is None else {f"{part.removesuffix('_')}_{kind}": rows for part, rows in split.items()}
+
+
 def refuse_delayed_wgrad(delay_wgrad_compute: bool) -> None:
     """TransformerEngine's split backward (`backward_dw`) is for pipeline schedules, which Ottava does not have yet."""
     if delay_wgrad_compute:

@@ -58,6 +58,8 @@ class ParallelModule(nn.Module):
                 f"with tp_size={size}, or give set_device_mesh a mesh, which cuts whole parameters."
             )
         self.parallel.group = tp_group
+        if size > 1:
+            self.join_ranks()
         spread, bulk = self.parallel.sequence_parallel, self.overlap.bulk
         self._strategies = tuple(
             None if mode is None else backend().strategy(mode, tp_group, spread, bulk) for mode in self.modes
@@ -83,6 +85,7 @@ class ParallelModule(nn.Module):
                 "construct it with parallel_mode (or set_parallel_mode=True), or with sequence_parallel=False."
             )
         already_cut = self.parallel.size == size
+        self.parallel.group = group
         if not already_cut and self.parallel.size != 1:
             raise ValueError(
                 f"{type(self).__name__} was constructed with tp_size={self.parallel.size}, but the mesh has {size} ranks: "
@@ -96,6 +99,9 @@ class ParallelModule(nn.Module):
             self.parallel.size = size
             self.divide_features(size)
         self.set_tensor_parallel_group(group)
+
+    def join_ranks(self) -> None:
+        """Weights that ranks have made for themselves become parts of one."""
 
     def divide_features(self, size: int) -> None:
         """Adapts the sizes that the module checks its input against, after its parameters have been cut for `size` ranks."""

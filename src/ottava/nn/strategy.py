@@ -12,7 +12,6 @@ as the `Backend` that turns a group or a mesh into them.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -77,76 +76,24 @@ def gathers_gradient(strategy: Strategy | None) -> bool:
 
 @dataclass(frozen=True)
 class Layout:
-    """How tensor parallelism splits a parameter: along `dim`, or not at all (None).
-
-    parts: sizes along `dim` of matrices that lie behind one another in the parameter and are split one by one, such as gate and up
-    of a gated MLP: rank t holds [gate_t; up_t]. Empty: one matrix.
-    """
+    """How tensor parallelism splits a parameter: along `dim`, or not at all (None)."""
 
     dim: int | None = None
-    parts: tuple[int, ...] = ()
 
     def check(self, name: str, shape: tuple[int, ...], size: int) -> None:
         """Raises unless `size` ranks can hold equal parts."""
-        if self.dim is None:
-            return
-        for part in self.parts or (shape[self.dim],):
-            if part % size:
-                raise ValueError(
-                    f"{name}: {part} {'rows' if self.dim == 0 else 'columns'} cannot be split evenly over {size} tensor-parallel ranks: "
-                    f"choose a size that is a multiple of {size}, or fewer ranks."
-                )
+        if self.dim is not None and shape[self.dim] % size:
+            raise ValueError(
+                f"{name}: {shape[self.dim]} {'rows' if self.dim == 0 else 'columns'} cannot be split evenly over {size} tensor-parallel "
+                f"ranks: choose a size that is a multiple of {size}, or fewer ranks."
+            )
 
     def cut(self, whole: Tensor, rank: int, size: int) -> Tensor:
         """What rank `rank` of `size` holds of the whole parameter."""
         if self.dim is None or size == 1:
             return whole
-        matrices = whole.split(list(self.parts), self.dim) if self.parts else [whole]
-        own = [m.narrow(self.dim, rank * (m.shape[self.dim] // size), m.shape[self.dim] // size) for m in matrices]
-        return torch.cat(own, self.dim) if len(own) > 1 else own[0]
-
-    def join(self, by_rank: Tensor, size: int) -> Tensor:
-        """The whole parameter from what `size` ranks hold, behind one another along `dim`: the inverse of `cut`."""
-        if self.dim is None or not self.parts or size == 1:
-            return by_rank
-        own = [n // size for n in self.parts]
-        held = [rank.split(own, self.dim) for rank in by_rank.chunk(size, self.dim)]
-        return torch.cat([rank[i] for i in range(len(own)) for rank in held], self.dim)
-
-    def pieces(self, start: Sequence[int], shape: Sequence[int], size: int) -> list[Piece]:
-        """Where a box of the parameter lies in the whole, as one process would hold it.
-
-        The box is given in the order in which `size` ranks hold the parameter, rank by rank, which is the order of a DTensor. With
-        several `parts` that is another order than that of the whole, and a box may lie in several pieces of it.
-        """
-        dim = self.dim
-        if dim is None or not self.parts or size == 1:
-            return [Piece((0,) * len(shape), tuple(start), tuple(shape))]
-        found, position = [], 0
-        for rank in range(size):
-            for before, part in zip(itertools.accumulate(self.parts, initial=0), self.parts):
-                length = part // size
-                first, last = max(start[dim], position), min(start[dim] + shape[dim], position + length)
-                if first < last:
-                    local, whole, extent = [0] * len(shape), list(start), list(shape)
-                    local[dim], extent[dim] = first - start[dim], last - first
-                    whole[dim] = before + rank * length + first - position
-                    found.append(Piece(tuple(local), tuple(whole), tuple(extent)))
-                position += length
-        return found
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A box that a rank holds: where it starts in the rank's tensor, where in the whole parameter, and its shape."""
-
-    local: tuple[int, ...]
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """The box as a view of the rank's tensor."""
-        return tensor[tuple(slice(a, a + n) for a, n in zip(self.local, self.shape))]
+        own = whole.shape[self.dim] // size
+        return whole.narrow(self.dim, rank * own, own)
 
 
 REPLICATED = Layout()
@@ -179,6 +126,16 @@ def install(backend: Backend) -> None:
 def backend() -> Backend:
     """The installed backend."""
     return _BACKEND[0]
+
+
+def like_dtensor(parameter: Any, local: Tensor, shape: Sequence[int] | None = None, placements: Any = None) -> Tensor:
+    """`local` as this rank's part of a DTensor on the mesh of `parameter`; placements and shape are the parameter's if not given."""
+    from torch.distributed.tensor import DTensor
+
+    size = parameter.shape if shape is None else torch.Size(shape)
+    stride = parameter.stride() if shape is None else torch.empty(size, device="meta").stride()
+    where = parameter.placements if placements is None else placements
+    return DTensor.from_local(local, parameter.device_mesh, where, run_check=False, shape=size, stride=stride)
 
 
 def local(parameter: Tensor) -> Tensor:

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from ottava import torch_private
-from ottava.optimizers.masters import join_remainder, split_remainder_
+from ottava.optimizers.masters import has_bytes_only, join_remainder, split_remainder_
 from ottava.optimizers.moments import MomentFormat
-from ottava.quant.tensor import QuantizedTensor
+from ottava.quant.weight import Weight
 
 # float32 copies that live at the same time hold at most this many elements (256 MiB), or one parameter's.
 TEMPORARY_ELEMENTS = 2**26
@@ -36,7 +36,7 @@ class Update:
     @property
     def in_place(self) -> bool:
         """The parameter itself is updated: float32, laid out as its moments are."""
-        plain = self.param.dtype == torch.float32 and not isinstance(self.param, QuantizedTensor)
+        plain = self.param.dtype == torch.float32 and not has_bytes_only(self.param)
         return plain and self.param.is_contiguous()
 
     @property
@@ -162,7 +162,7 @@ def _store_moments(batch: list[Update], which: int, values: list[Tensor]) -> Non
 def _store_parameters(batch: list[Update], work: list[Tensor]) -> None:
     plain: tuple[list[Tensor], list[Tensor]] = ([], [])
     for u, value in zip(batch, work, strict=True):
-        if isinstance(u.param, QuantizedTensor):
+        if has_bytes_only(u.param):
             continue  # `requantize` writes all of them at once
         if u.remainder:
             split_remainder_(value, u.param, u.state["master_param"])
@@ -177,12 +177,12 @@ def requantize(updates: list[Update]) -> None:
 
     Together, after all batches: shards of weights reduce their amax over ranks, once for all, and batches differ between ranks.
     """
-    by_kind: dict[type[QuantizedTensor], list[Update]] = {}
-    for update in updates:
-        if isinstance(update.param, QuantizedTensor):
-            by_kind.setdefault(type(update.param), []).append(update)
-    for kind, chosen in by_kind.items():
-        kind.requantize_together_([u.param for u in chosen], [u.state["master_param"] for u in chosen])  # type: ignore[misc]
+    chosen = [u for u in updates if has_bytes_only(u.param)]
+    weights = [u for u in chosen if isinstance(u.param, Weight)]
+    Weight.requantize_together_([u.param for u in weights], [u.state["master_param"] for u in weights])
+    for u in chosen:
+        if not isinstance(u.param, Weight):  # somebody's own QuantizedTensor
+            u.param.requantize_(u.state["master_param"])  # type: ignore[attr-defined]
 
 
 def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:

@@ -11,10 +11,16 @@ import torch
 from torch import Tensor
 
 from ottava.optimizers.adam_update import Update, apply_updates, requantize
-from ottava.optimizers.masters import initial_master, join_remainder, local_of, placed_like, split_remainder_
+from ottava.optimizers.masters import (
+    has_bytes_only,
+    initial_master,
+    join_remainder,
+    local_of,
+    placed_like,
+    split_remainder_,
+)
 from ottava.optimizers.moments import MomentFormat
 from ottava.quant.quantizer import FLOAT_DTYPES
-from ottava.quant.tensor import QuantizedTensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -216,10 +222,10 @@ class FusedAdam(torch.optim.Optimizer):
     # ------------------------------------------------------------------------------------------------------------- state
 
     def _has_master(self, local: Tensor) -> bool:
-        return isinstance(local, QuantizedTensor) or (self.options.master_weights and local.dtype != torch.float32)
+        return has_bytes_only(local) or (self.options.master_weights and local.dtype != torch.float32)
 
     def _keeps_remainder(self, local: Tensor) -> bool:
-        plain_bf16 = local.dtype == torch.bfloat16 and not isinstance(local, QuantizedTensor)
+        plain_bf16 = local.dtype == torch.bfloat16 and not has_bytes_only(local)
         return self.options.store_param_remainders and plain_bf16
 
     def _group_of(self, param: Tensor) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ottava.nn.strategy import like_dtensor
 from ottava.quant.tensor import QuantizedTensor
 
 
@@ -16,15 +17,14 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor if to_local is None else to_local()
 
 
+def has_bytes_only(local: Any) -> bool:
+    """Whether a parameter is stored in FP8, without values in high precision."""
+    return isinstance(local, QuantizedTensor) and local.stored_quantized
+
+
 def placed_like(param: Any, local: Tensor) -> Tensor:
     """`local` as state of `param`: a DTensor of the same placements if `param` is one, so that it can be saved and resharded."""
-    if not hasattr(param, "to_local"):
-        return local
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
+    return like_dtensor(param, local) if hasattr(param, "to_local") else local
 
 
 def initial_master(param: Any, local: Any, free: bool) -> Tensor:
@@ -33,7 +33,7 @@ def initial_master(param: Any, local: Any, free: bool) -> Tensor:
     The value that `quantized_model_init(preserve_high_precision_init_val=True)` kept is used while the weight still is its
     quantization. After a checkpoint was loaded into the weight it no longer is, and the weight's own values count.
     """
-    if not isinstance(local, QuantizedTensor):
+    if not has_bytes_only(local):
         return local.detach().to(torch.float32, copy=True)
     for holder in (local, param):
         preserved = getattr(holder, "get_high_precision_init_val", lambda: None)()

@@ -26,6 +26,11 @@ _BY_ID: weakref.WeakValueDictionary[int, DelayedState] = weakref.WeakValueDictio
 _PENDING: dict[int, list[DelayedState]] = defaultdict(list)  # backward pass -> states it has recorded into
 
 
+def uses_delayed_scaling(recipe: Any) -> bool:
+    """Whether scales come from a history that modules keep."""
+    return isinstance(recipe, DelayedScaling)
+
+
 class ScalingView:
     """What TransformerEngine calls `fp8_meta["scaling_fwd"]`: the live scale and amax history."""
 
@@ -42,8 +47,8 @@ class ScalingView:
 class DelayedState(nn.Module):
     """Registered buffers of fixed shape for `stages` quantized GEMMs.
 
-    fwd_scale [3 * stages], fwd_amax_history [rows, 3 * stages]; bwd_* the same with 2 columns a stage. They enter the state dict
-    once delayed scaling has been used, and a state dict without them loads all the same: the state then starts fresh.
+    fwd_scale [3 * stages], fwd_amax_history [rows, 3 * stages]; bwd_* the same with 2 columns a stage. They are always in the state dict,
+    so that a fresh model says what it wants to load. A state dict without them loads all the same: the state then starts fresh.
     """
 
     fwd_scale: Tensor
@@ -97,6 +102,12 @@ class DelayedState(nn.Module):
         """Drops what the forward pass has recorded since the last update."""
         self.fwd_amax_history[0].zero_()
 
+    def is_fresh(self) -> bool:
+        """Whether nothing was ever recorded here."""
+        histories = self.fwd_amax_history, self.bwd_amax_history
+        scales = self.fwd_scale, self.bwd_scale
+        return not (any(bool(h.any()) for h in histories) or any(bool((s != 1).any()) for s in scales))
+
     def reset(self) -> None:
         """Back to the start: scales 1, histories 0."""
         for scale in (self.fwd_scale, self.bwd_scale, self.previous_fwd_scale):
@@ -147,10 +158,6 @@ class DelayedState(nn.Module):
 
     # ---------------------------------------------------------------------------------------------------- saving, loading
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        if self.used:
-            super()._save_to_state_dict(destination, prefix, keep_vars)
-
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         present = [name for name in BUFFERS if prefix + name in state_dict]
         if not present:
@@ -160,7 +167,7 @@ class DelayedState(nn.Module):
             if loaded.dim() == own.dim() == 2 and loaded.shape[0] != own.shape[0] and loaded.shape[1] == own.shape[1]:
                 setattr(self, name, own.new_zeros(loaded.shape))
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self.used = True
+        self.used = not self.is_fresh()
 
 
 _LAST_ID = [0]

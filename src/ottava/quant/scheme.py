@@ -13,7 +13,7 @@ carry its string, so the same word appears in an op's schema, in a module's `ext
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -76,6 +76,10 @@ class Scheme:
         """The columnwise copy is the transpose of the rowwise one: square blocks and whole tensors."""
         return self.block is None or (self.block[0] == self.block[1] and not self.hadamard)
 
+    def same_bytes(self, other: Scheme) -> bool:
+        """Whether a GEMM that wants operands in `other` can take those in this scheme: same elements, same blocks."""
+        return (self.format, self.block) == (other.format, other.block)
+
     @property
     def two_copies(self) -> bool:
         """Rowwise and columnwise bytes differ: blocks that lie along one dimension, or a transform of one direction."""
@@ -133,6 +137,11 @@ class Scheme:
             if isinstance(recipe, kind):
                 return make(recipe, role)
         raise ValueError(f"Unknown recipe {type(recipe).__name__}; known: {', '.join(k.__name__ for k in _MAKERS)}.")
+
+
+def weight_scheme(recipe: Recipe) -> Scheme:
+    """That of weights, which no fused producer hands over: by `quantized_model_init`, or by who shards a model."""
+    return replace(Scheme.of(recipe, "weight"), from_float32=False)
 
 
 @lru_cache(maxsize=256)

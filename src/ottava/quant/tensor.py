@@ -13,7 +13,6 @@ detaching, cloning, flattening for torch.compile, slicing, printing) is written 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,16 +36,6 @@ _COLUMNWISE = ("columnwise_data", "columnwise_scale_inv", "columnwise_amax")
 aten = torch.ops.aten
 
 
-@dataclass(eq=False)
-class Stack:
-    """A matrix of which several QuantizedTensors hold the rows, quantized as one: what `stack` need not put together."""
-
-    rows: tuple[int, ...]
-    """Of each part, in order."""
-    buffers: dict[str, Tensor]
-    """Buffers of the whole that exist already: a scale that all parts share, columnwise bytes that lie in one memory."""
-
-
 class QuantizedTensor(torch.Tensor):
     """Bytes, scales and a scheme that behave like the tensor of dtype `dtype` they stand for.
 
@@ -58,8 +47,6 @@ class QuantizedTensor(torch.Tensor):
     _parts: dict[str, Tensor]
     _is_slice: bool = False
     """It shares bytes or scales with a larger tensor."""
-    _part_of: tuple[Stack, int] | None = None
-    """The matrix that it holds rows of, and which part of it."""
 
     @staticmethod
     def __new__(
@@ -129,6 +116,16 @@ class QuantizedTensor(torch.Tensor):
         """float32 [1]: largest magnitude of what was quantized; per-tensor schemes and NVFP4 only."""
         return self._get("rowwise_amax")
 
+    @property
+    def has_columnwise(self) -> bool:
+        """Whether there is a columnwise copy."""
+        return "columnwise_data" in self._parts
+
+    @property
+    def stored_quantized(self) -> bool:
+        """Whether bytes are all there is, without a master in high precision."""
+        return True
+
     def operand(self, direction: str) -> tuple[Tensor, Tensor, Tensor]:
         """(data, scale_inv, amax) of one direction, "rowwise" or "columnwise": what a GEMM takes."""
         data, scale_inv = self._get(f"{direction}_data"), self._get(f"{direction}_scale_inv")
@@ -186,12 +183,6 @@ class QuantizedTensor(torch.Tensor):
             torch.equal(fresh._parts[name], tensor) for name, tensor in self._parts.items() if "amax" not in name
         )
 
-    @classmethod
-    def requantize_together_(cls, tensors: Sequence[QuantizedTensor], sources: Sequence[Tensor]) -> None:
-        """tensors[i].requantize_(sources[i]) for all i. Tensors that share scales with other ranks reduce all of them at once."""
-        for tensor, source in zip(tensors, sources, strict=True):
-            tensor.requantize_(source)
-
     def __setitem__(self, index: Any, value: Any) -> None:
         raise ValueError(
             "A part of a QuantizedTensor cannot be assigned: change a high-precision copy and copy_() it in whole."
@@ -221,7 +212,7 @@ class QuantizedTensor(torch.Tensor):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_part_"):
-            return self.__dict__["_parts"][name.removeprefix("_part_")]
+            return self._parts[name.removeprefix("_part_")]
         raise AttributeError(f"QuantizedTensor has no attribute {name!r}.")
 
     @staticmethod
@@ -239,7 +230,7 @@ class QuantizedTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
-        handler = _HANDLERS.get(func)
+        handler = QUANTIZED_HANDLERS.get(func)
         if handler is not None:
             result = handler(func, *args, **kwargs)
             if result is not NotImplemented:
@@ -287,58 +278,6 @@ class _Dequantize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return grad.to(ctx.dtype), None
-
-
-def stacks(tensors: list[QuantizedTensor]) -> bool:
-    """Whether the tensors' bytes can be put under one another as they are.
-
-    Parts that were quantized as one matrix can. Others need the same scheme and whole blocks of rows; one scale a tensor (and
-    NVFP4's second one) cannot stand for several tensors.
-    """
-    if _one_stack(tensors) is not None:
-        return True
-    first = tensors[0].scheme
-    if any(t.scheme != first or t.dim() != 2 or t._parts.keys() != tensors[0]._parts.keys() for t in tensors):
-        return False
-    if first.kind not in ("block", "mx") or first.block is None:
-        return False
-    rows = max(first.block)
-    return all(t.shape[0] % rows == 0 for t in tensors)
-
-
-def _one_stack(tensors: Sequence[QuantizedTensor]) -> Stack | None:
-    """The matrix that the tensors are all parts of, in order."""
-    if tensors[0]._part_of is None:
-        return None
-    whole = tensors[0]._part_of[0]
-    places = [t._part_of[1] if t._part_of is not None and t._part_of[0] is whole else -1 for t in tensors]
-    return whole if places == list(range(len(whole.rows))) else None
-
-
-class _Stack(torch.autograd.Function):
-    """Rows of several QuantizedTensors as one, without rounding again. Only if `stacks`."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: QuantizedTensor) -> QuantizedTensor:
-        ctx.rows = [t.shape[0] for t in tensors]
-        ctx.set_materialize_grads(False)
-        whole = _one_stack(tensors)
-        parts = dict(whole.buffers) if whole is not None else {}
-        for name in tensors[0]._parts:
-            if name not in parts:
-                buffers: list[Any] = [t._get(name) for t in tensors]
-                parts[name] = torch.cat(buffers, dim=0 if name.startswith("rowwise") else 1)
-        shape = (sum(ctx.rows), tensors[0].shape[1])
-        return QuantizedTensor(parts, tensors[0].scheme, shape, tensors[0].dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Any:
-        return (None,) * len(ctx.rows) if grad is None else grad.split(ctx.rows)
-
-
-def stack(tensors: list[QuantizedTensor]) -> QuantizedTensor:
-    """The tensors under one another; gradients go back to each."""
-    return _Stack.apply(*tensors)
 
 
 def _rebuild(
@@ -421,23 +360,6 @@ def _slice(
     return part
 
 
-def _rows(func: Any, q: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
-    """Rows for FSDP2, where a class for them is known (`use_shards`); else plain values."""
-    return NotImplemented if _SHARDS is None else _SHARDS(func, q, *args, **kwargs)
-
-
-_SHARDS: Callable | None = None
-
-
-def use_shards(make: Callable) -> None:
-    """Has `make(op, q, ...)` answer the two ops by which FSDP2 cuts a parameter into rows, `split` and `new_zeros`.
-
-    Rows of a tensor whose blocks they cut need scales of the whole and ranks to share them with, which is known above this room.
-    """
-    global _SHARDS
-    _SHARDS = make
-
-
 def _alias(q: QuantizedTensor) -> QuantizedTensor:
     same = q._map(lambda t: t)
     same._is_slice = q._is_slice
@@ -462,15 +384,13 @@ def _view(func: Any, q: QuantizedTensor, shape: Any) -> Any:
     return QuantizedTensor(q._parts, q.scheme, size, q.dtype)
 
 
-_HANDLERS: dict[Any, Callable] = {
+QUANTIZED_HANDLERS: dict[Any, Callable] = {
     aten.detach.default: lambda func, q: _alias(q),
     aten.alias.default: lambda func, q: _alias(q),
     aten.clone.default: lambda func, q, memory_format=None: q._map(torch.clone),
     aten._to_copy.default: _to_copy,
     aten.copy_.default: _copy,
     aten.slice.Tensor: _slice,
-    aten.split.Tensor: _rows,
-    aten.new_zeros.default: _rows,
     aten.view.default: _view,
     aten._unsafe_view.default: _view,
     aten.empty_like.default: lambda func, q, **kwargs: (

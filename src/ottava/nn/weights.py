@@ -1,0 +1,437 @@
+"""The weights of a module: how they are registered, stored in FP8, split over ranks, saved and loaded.
+
+[Note: state dict of a stored weight] A weight that `quantized_model_init` has stored in FP8 has these entries, plain tensors or DTensors
+of plain tensors, each true to what it says about itself:
+
+    NAME                        uint8 [M, K]; E2M1 [M, K/2], even columns in the low half
+    NAME_scale_inv              float32 [1]; or one a block: [ceil(M/B), ceil(K/B)], [M, ceil(K/B)]; uint8 for MXFP8 and NVFP4
+    NAME_amax                   float32 [1], where the scheme has one
+    NAME_columnwise             uint8 [M, K], 1-D blocks only: the bytes that backward multiplies by, not transposed
+    NAME_columnwise_scale_inv   one a block of these: [ceil(M/B), K]
+
+[Note: fused names] Gate and up of a gated MLP (and q, k, v of a fused projection that is not interleaved) lie one under the other in one
+matrix. Tensor-parallel ranks split each by itself, which one DTensor cannot say: so where a module can be split they are parameters
+of their own, over one memory. The name of the whole stays usable: it can be read, assigned and loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ottava.nn.draw import is_dtensor
+from ottava.nn.strategy import REPLICATED, Layout, like_dtensor
+from ottava.quant.scheme import weight_scheme
+from ottava.quant.state import CURRENT
+from ottava.quant.tensor import QuantizedTensor
+from ottava.quant.weight import Weight, join_parts, link_parts
+from ottava.quant.weight_memory import COLUMNWISE, ROWWISE, Extent, Groups, WeightMemory, blocks_of
+
+InitMethod = Callable[[Tensor], Any]
+ENTRIES = ("scale_inv", "amax", "columnwise", "columnwise_scale_inv")
+
+
+def default_init(weight: Tensor) -> Tensor:
+    """Normal with a standard deviation of 0.023, TransformerEngine's default."""
+    return nn.init.normal_(weight, mean=0.0, std=0.023)
+
+
+def held(parameter: Any) -> Any:
+    """What this rank holds of a parameter: that of a DTensor (the object itself), or the parameter."""
+    return parameter._local_tensor if is_dtensor(parameter) else parameter
+
+
+class WeightModule(nn.Module):
+    """What `QuantizedModule` does with its weights."""
+
+    params_dtype: torch.dtype
+    device_at_init: torch.device
+    layouts: dict[str, Layout]
+    weight_mesh: Any
+    parallel: Any
+    describe: Callable[[str], str]
+
+    def _remember_init(self) -> None:
+        """How weights are to be stored, asked once, when the module is constructed."""
+        self.quantized_init = CURRENT.init
+        self.fused: dict[str, dict[str, int]] = {}
+        """[Note: fused names]: name of the whole -> {parameter: its rows in one process}."""
+
+    @property
+    def gemm_weights(self) -> list[list[str]]:
+        """For each GEMM the parameters that it multiplies by, one under the other."""
+        return [list(self.weight_names)]  # type: ignore[arg-type]
+
+    def stored_weights(self) -> dict[str, Weight]:
+        """What this rank holds of the parameters that are stored in FP8, by name."""
+        found = {name: held(p) for name, p in self._parameters.items() if p is not None}
+        return {n: w for n, w in found.items() if isinstance(w, Weight) and w.stored_quantized}
+
+    # ----------------------------------------------------------------------------------------------------------- registering
+
+    def add_parameter(
+        self, name: str, shape: tuple[int, ...], split: Mapping[str, int] | None = None, layout: Layout = REPLICATED
+    ) -> list[str]:
+        """Registers `name`, or the parameters of `split` ({name: rows}), as slices of one buffer. Returns their names.
+
+        shape, split: of the whole; with tp_size > 1 only this rank's part is allocated. Slices of one buffer can be multiplied as
+        one matrix without copying them together. A matrix is stored in FP8 if the module is constructed inside
+        `quantized_model_init`.
+        """
+        size = self.parallel.size
+        parts = dict(split or {name: shape[0]})
+        for part_name, whole in parts.items():
+            layout.check(self.describe(part_name), (whole, *shape[1:]), size)
+            self.layouts[part_name] = layout
+        own = list(shape)
+        rows = list(parts.values())
+        if layout.dim is not None:
+            own[layout.dim] //= size
+            rows = [n // size for n in rows] if layout.dim == 0 else rows
+        if self.quantized_init is not None and len(shape) == 2:
+            self._register_stored(parts, rows, own[1])
+            return list(parts)
+        buffer = torch.empty(own, dtype=self.params_dtype, device=self.device_at_init)
+        for part_name, part in zip(parts, buffer.split(rows), strict=True):
+            self.register_parameter(part_name, nn.Parameter(part if split else buffer))
+        return list(parts)
+
+    def _register_stored(self, names: Iterable[str], rows: list[int], columns: int) -> None:
+        recipe = self.quantized_init.recipe  # type: ignore[union-attr]
+        scheme = weight_scheme(recipe)
+        made = []
+        for name, count in zip(names, rows, strict=True):
+            if count % scheme.feature_multiple or columns % scheme.feature_multiple:
+                raise ValueError(
+                    f"{self.describe(name)} of shape {(count, columns)} cannot be stored by {type(recipe).__name__}: both sizes must be "
+                    f"multiples of {scheme.feature_multiple}."
+                )
+            made.append(
+                Weight.stored(self.describe(name), (count, columns), scheme, self.params_dtype, self.device_at_init)
+            )
+        if len(made) > 1:
+            join_parts(made)
+        for name, weight in zip(names, made, strict=True):
+            self.register_parameter(name, nn.Parameter(weight))
+
+    def fuse_names(self, name: str, rows: Mapping[str, int]) -> None:
+        """`name` stands for the parameters `rows`, one under the other ([Note: fused names])."""
+        self.fused[name] = dict(rows)
+
+    def split_rows(self, name: str, rows: Mapping[str, int]) -> None:
+        """Makes the parameter `name` several, over its memory ([Note: fused names]). Before it is spread over a mesh."""
+        whole = self._parameters.pop(name)
+        layout = self.layouts.pop(name)
+        assert whole is not None
+        size = 1 if layout.dim is None else self.parallel.size
+        counts = [n // size for n in rows.values()]
+        if isinstance(whole, Weight):
+            parts: Iterable[Any] = whole.split_parts(counts)
+        else:
+            parts = whole.detach().split(counts)
+        for part_name, part in zip(rows, parts, strict=True):
+            self.register_parameter(part_name, nn.Parameter(part, requires_grad=whole.requires_grad))
+            self.layouts[part_name] = layout
+        self.fuse_names(name, rows)
+
+    def __getattr__(self, name: str) -> Any:
+        # First what nn.Module looks for first: this runs for every parameter that is read.
+        parameters = self.__dict__.get("_parameters")
+        if parameters is not None and name in parameters:
+            return parameters[name]
+        if parameters is not None:
+            if name in self.__dict__.get("fused", ()):
+                return torch.cat([getattr(self, part) for part in self.fused[name]])
+            for weight in parameters:
+                if name.startswith(f"{weight}_") and name[len(weight) + 1 :] in ENTRIES:
+                    entries = self._entries(weight) if isinstance(held(parameters[weight]), Weight) else {}
+                    if name in entries:
+                        return entries[name]
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("fused", ()):
+            with torch.no_grad():
+                for part, rows in zip(self.fused[name], value.detach().split(self._rows_of(name)), strict=True):
+                    getattr(self, part).copy_(rows)
+            return
+        super().__setattr__(name, value)
+
+    def _rows_of(self, fused: str) -> list[int]:
+        """Rows of each part of a fused name, as `getattr` gives them: of all ranks for DTensors."""
+        return [getattr(self, part).shape[0] for part in self.fused[fused]]
+
+    # ---------------------------------------------------------------------------------------------------------- first values
+
+    def initialize_weight(self, names: Iterable[str], init_method: InitMethod | None) -> None:
+        """Draws weights that are not on the meta device."""
+        drawn: dict[str, Tensor] = {}
+        for name in names:
+            weight = getattr(self, name)
+            if weight.is_meta:
+                continue
+            stored = isinstance(held(weight), Weight) and held(weight).stored_quantized
+            target = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if stored else weight
+            with torch.no_grad(), self._initial_stream():
+                (init_method or default_init)(target)
+            if stored:
+                drawn[name] = _cut_to(weight, target)
+        if drawn:
+            self.store_values(drawn)
+
+    def _initial_stream(self) -> Any:
+        """Ranks draw different parts of a weight from different streams, if they were given a tracker of such streams."""
+        tracker = self.parallel.get_rng_state_tracker
+        if tracker is None or self.parallel.size == 1:
+            return contextlib.nullcontext()
+        return tracker().fork()
+
+    def store_values(self, values: Mapping[str, Tensor]) -> None:
+        """Quantizes what this rank holds of stored weights, in high precision and by name. Every rank has to call it."""
+        self.link_weights()
+        weights = [held(getattr(self, name)) for name in values]
+        for name, weight in zip(values, weights, strict=True):
+            self._bind(weight.memory, getattr(self, name))
+        Weight.requantize_together_(weights, list(values.values()))
+        if self.quantized_init is not None and self.quantized_init.preserve:
+            for weight, value in zip(weights, values.values(), strict=True):
+                weight.memory.preserved = value.detach().cpu().clone()
+
+    def _bind(self, memory: WeightMemory, parameter: Any) -> None:
+        """Tells a sharded weight with whom it shares scales, from what its DTensor says."""
+        if memory.place.world > 1 and not memory.shard_groups:
+            memory.bind(shard_groups_of(parameter, memory.tensor_groups), parameter.device_mesh.device_type)
+
+    # ------------------------------------------------------------------------------------------------------------- many ranks
+
+    def link_weights(self) -> None:
+        """Parameters that hold rows of one matrix share its scales again, after something has copied them one by one."""
+        for names in self.gemm_weights:
+            parts = [held(getattr(self, name)) for name in names]
+            if len(parts) > 1 and all(isinstance(p, Weight) and p.stored_quantized for p in parts):
+                link_parts(parts)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        result = super()._apply(fn, recurse)
+        self.link_weights()
+        return result
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.link_weights()
+
+    def place_weight(self, name: str, weight: Weight) -> None:
+        """Tells a weight that it is this tensor-parallel rank's box of a larger one."""
+        dim, memory = self.layouts[name].dim, weight.memory
+        memory.weight_group = None if self.weight_mesh is None else self.weight_mesh.get_group()
+        if dim is not None and self.parallel.size > 1:
+            memory.place = memory.place.enlarged(dim, self.tp_rank, self.parallel.size)  # type: ignore[attr-defined]
+            memory.tensor_groups = (self.parallel.group,)
+
+    def join_ranks(self) -> None:
+        """Weights that ranks have made for themselves become boxes of one: they get the scales that one process would give them.
+
+        Where `tp_size` was given at construction. Every rank has to call it.
+        """
+        weights = {n: w for n, w in self.stored_weights().items() if not w.memory.tensor_groups}
+        kept = {n: w.memory.preserved for n, w in weights.items()}
+        values = []
+        for name, weight in weights.items():
+            first = kept[name]
+            values.append((weight._values(torch.float32) if first is None else first).to(weight.device))
+        for name, weight in weights.items():
+            self.place_weight(name, weight)
+        if any(weight.is_meta for weight in weights.values()):
+            for weight in weights.values():
+                weight.memory.allocate("meta")
+            return
+        Weight.requantize_together_(list(weights.values()), values)
+        for name, weight in weights.items():
+            weight.memory.preserved = kept[name]
+
+    # --------------------------------------------------------------------------------------------------------- saving, loading
+
+    def _entries(self, name: str) -> dict[str, Tensor]:
+        """[Note: state dict of a stored weight], sharing memory with the weight."""
+        return state_entries(name, getattr(self, name))
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if keep_vars:
+            return
+        for name in self.stored_weights():
+            for key, tensor in self._entries(name).items():
+                destination[prefix + key] = tensor
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing: Any,
+        unexpected: Any,
+        errors: Any,
+    ) -> None:
+        state = dict(state_dict)
+        self._rename(state, prefix)
+        for name in self.stored_weights():
+            key, parameter = prefix + name, getattr(self, name)
+            extra = {n: state.pop(f"{key}_{n}") for n in ENTRIES if f"{key}_{n}" in state}
+            value = state.get(key)
+            if (
+                isinstance(value, Tensor)
+                and value.dtype == torch.uint8
+                and not isinstance(held(value), QuantizedTensor)
+            ):
+                problem = load_entries(name, parameter, {name: value} | {f"{name}_{n}": t for n, t in extra.items()})
+                if problem is not None:
+                    errors.append(problem)
+                state[key] = parameter
+        super()._load_from_state_dict(state, prefix, local_metadata, strict, missing, unexpected, errors)
+
+    def _rename(self, state: dict[str, Any], prefix: str) -> None:
+        """Entries under the name of a whole, where its parts are parameters, and the other way round ([Note: fused names])."""
+        for whole, rows in self.fused.items():
+            if prefix + whole in state and not any(prefix + part in state for part in rows):
+                _split_entries(state, prefix, whole, rows, {part: getattr(self, part) for part in rows})
+
+
+def shard_groups_of(parameter: Any, tensor_groups: Groups) -> Groups:
+    """The groups among which FSDP shares a DTensor: those of its sharded dimensions that are not tensor parallelism's."""
+    mesh = parameter.device_mesh
+    tensor = [torch.distributed.get_process_group_ranks(group) for group in tensor_groups]
+    found = []
+    for dim, placement in enumerate(parameter.placements):
+        if placement.is_replicate() or placement.is_partial() or mesh.size(dim) == 1:
+            continue
+        group = mesh.get_group(dim)
+        if torch.distributed.get_process_group_ranks(group) not in tensor:
+            found.append(group)
+    return tuple(found)
+
+
+def _cut_to(parameter: Any, whole: Tensor) -> Tensor:
+    """What this rank holds of `whole`, a tensor of the parameter's full shape."""
+    if not is_dtensor(parameter):
+        return whole
+    from ottava import torch_private
+
+    shape, offset = torch_private.local_box(parameter)
+    return whole[tuple(slice(o, o + n) for o, n in zip(offset, shape))]
+
+
+# ----------------------------------------------------------------------------------------------------- entries of a state dict
+
+
+def state_entries(name: str, parameter: Any) -> dict[str, Tensor]:
+    """[Note: state dict of a stored weight] of a parameter: plain tensors where every rank has all, else DTensors."""
+    weight: Weight = held(parameter)
+    memory = weight.memory
+    scheme, (_, rows) = memory.scheme, memory.place.part
+    columns, count = memory.place.matrix[1], memory.place.rows
+    width = columns // scheme.elements_per_byte
+    entries = {name: _spread(parameter, memory.data[ROWWISE][:count], (rows, width))}
+    if scheme.needs_tensor_amax:
+        entries[f"{name}_amax"] = memory.group.amax
+    if scheme.block is None:
+        entries[f"{name}_scale_inv"] = memory.group.scale_inv
+        return entries
+    entries[f"{name}_scale_inv"] = _scale_entry(parameter, memory, ROWWISE)
+    if memory.two_copies:
+        entries[f"{name}_columnwise"] = _spread(parameter, memory.data[COLUMNWISE][:count], (rows, width))
+        entries[f"{name}_columnwise_scale_inv"] = _scale_entry(parameter, memory, COLUMNWISE)
+    return entries
+
+
+def _spread(parameter: Any, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """`tensor` placed as the parameter is; shape: of the whole."""
+    return like_dtensor(parameter, tensor, shape) if is_dtensor(parameter) else tensor
+
+
+def _scale_entry(parameter: Any, memory: WeightMemory, direction: str) -> Tensor:
+    """Scales of the parameter's blocks, rows and columns as in the matrix."""
+    extent, scale, block = memory.extent(direction), memory.scales(direction), memory.block(direction)
+    (first, rows), columns = memory.place.part, memory.place.matrix[1]
+    down, across = blocks_of((first, 0, rows, columns), block)
+    shape = (down.stop - down.start, across.stop)
+    if extent is Extent.MATRIX:
+        return scale[down]
+    if not is_dtensor(parameter):
+        return scale
+    if extent is Extent.OWN:
+        return like_dtensor(parameter, scale, shape)
+    from torch.distributed.tensor import Replicate
+
+    if not memory.tensor_groups:  # every rank has the scales of all rows
+        return scale
+    placements = [Replicate()] * (parameter.device_mesh.ndim - 1) + [parameter.placements[-1]]
+    return like_dtensor(parameter, scale, shape, placements)
+
+
+def load_entries(name: str, parameter: Any, loaded: Mapping[str, Tensor]) -> str | None:
+    """Copies the entries of a stored weight into it; what is wrong with them, if anything."""
+    targets = state_entries(name, parameter)
+    for key, target in targets.items():
+        if key not in loaded:
+            return f"{name} is stored in FP8 and its bytes are there, but {key!r} is missing: they mean nothing without it."
+        source = loaded[key]
+        if tuple(source.shape) != tuple(target.shape) or source.dtype != target.dtype:
+            return (
+                f"{key} is {source.dtype} of shape {tuple(source.shape)} in the state dict, but {target.dtype} of shape "
+                f"{tuple(target.shape)} here."
+            )
+        mine, other = held(target), held(source) if is_dtensor(source) else _cut_to(target, source)
+        if mine.shape != other.shape:
+            return f"{key}: this rank holds {tuple(mine.shape)} of it, but the state dict gives {tuple(other.shape)}."
+        if mine.data_ptr() != other.data_ptr() or mine.numel() == 0:
+            mine.copy_(other)
+    held(parameter).memory.bytes_were_loaded()
+    return None
+
+
+def _split_entries(
+    state: dict[str, Any], prefix: str, whole: str, rows: Mapping[str, int], parts: Mapping[str, Any]
+) -> None:
+    """Puts the entries of `whole` under the names of its parts, each with its rows."""
+    value = state.pop(prefix + whole)
+    extra = {n: state.pop(f"{prefix}{whole}_{n}") for n in ENTRIES if f"{prefix}{whole}_{n}" in state}
+    own = list(rows.values())
+    if not is_dtensor(next(iter(parts.values()))):  # a plain part of a tensor-parallel rank may be smaller
+        own = [parts[name].shape[0] for name in rows]
+    first = 0
+    for name, count in zip(rows, own, strict=True):
+        part = parts[name]
+        state[prefix + name] = _placed_like(part, value[first : first + count])
+        if not extra:
+            first += count
+            continue
+        for entry, tensor in extra.items():
+            state[f"{prefix}{name}_{entry}"] = _rows_of_entry(tensor, entry, held(part).memory, first, count)
+        first += count
+
+
+def _rows_of_entry(tensor: Tensor, entry: str, memory: WeightMemory, first: int, count: int) -> Tensor:
+    """The entry of rows [first, first + count) of a whole matrix."""
+    if tensor.dim() == 1:
+        return tensor
+    if entry == "columnwise":
+        return tensor[first : first + count]
+    block = memory.block(COLUMNWISE if entry.startswith(COLUMNWISE) else ROWWISE)
+    return tensor[blocks_of((first, 0, count, 1), block)[0]]
+
+
+def _placed_like(parameter: Any, value: Tensor) -> Tensor:
+    """A plain tensor of a parameter's full shape, spread as the parameter is."""
+    if not is_dtensor(parameter) or is_dtensor(value):
+        return value
+    return like_dtensor(parameter, _cut_to(parameter, value).to(parameter.device), tuple(value.shape))
+
+
+__all__ = [
+    "ENTRIES", "InitMethod", "WeightModule", "default_init", "held", "load_entries", "shard_groups_of", "state_entries",
+]  # fmt: skip

@@ -1,0 +1,584 @@
+"""`WeightMemory`: the bytes and scales that a rank holds of a weight, and where they lie in the matrix that one process would hold.
+
+[Note: one matrix] A GEMM multiplies by one matrix [M, N]. A parameter is all of it, or some of its rows where q, k and v, or gate and
+up, are parameters of their own. A tensor-parallel rank has a box of the parameter, its *unit*; FSDP's rank has rows of the unit. So
+whatever a rank holds is a box of the matrix (`Place`), and bytes and scales are those of the matrix, quantized by one process: the
+blocks that share a scale lie on the matrix's grid, wherever ranks cut it.
+
+[Note: extent of scales] Which scales a rank has:
+
+    MATRIX   of the whole matrix, equal on all its ranks: one scale a tensor, and blocks that a tensor-parallel border, or the border
+             between two parameters, cuts
+    UNIT     of its unit, equal on the ranks among which FSDP shares the unit: square blocks, and 1-D blocks that FSDP's borders cut
+    OWN      of its own rows: 1-D blocks that no border cuts. They travel with the bytes.
+
+Scales of MATRIX and UNIT follow from an amax that is MAX-reduced over those ranks (`renew`); they need not travel.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import math
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ottava.quant.delayed import DelayedState
+from ottava.quant.scaling import scale_from_amax
+from ottava.quant.scheme import Scheme
+
+ROWWISE, COLUMNWISE = "rowwise", "columnwise"
+Block = tuple[int, int]
+Box = tuple[int, int, int, int]
+"""(top, left, rows, columns)"""
+Groups = tuple[Any, ...]
+"""Process groups over which something is reduced one after the other."""
+
+
+class Extent(enum.Enum):
+    """[Note: extent of scales]"""
+
+    MATRIX = enum.auto()
+    UNIT = enum.auto()
+    OWN = enum.auto()
+
+
+@dataclass(frozen=True)
+class Place:
+    """A box of a matrix, see [Note: one matrix]."""
+
+    matrix: tuple[int, int]
+    part: tuple[int, int]
+    """First row and number of rows of the parameter in the matrix."""
+    origin: tuple[int, int]
+    """Where the unit begins in the matrix."""
+    unit: tuple[int, int]
+    """Shape of the unit: the parameter, or a tensor-parallel rank's box of it."""
+    start: int
+    """First of the unit's rows that are held ..."""
+    rows: int
+    """... and how many are."""
+    padded: int
+    """Rows of memory: FSDP gives all ranks as many as the first one."""
+
+    @staticmethod
+    def whole(shape: Sequence[int]) -> Place:
+        """A matrix that is one parameter, on one rank."""
+        rows, columns = shape
+        return Place((rows, columns), (0, rows), (0, 0), (rows, columns), 0, rows, rows)
+
+    def among(self, rows_before: int, matrix_rows: int) -> Place:
+        """The parameter becomes a part of a matrix of `matrix_rows` rows."""
+        below = self.origin[0] - self.part[0] + rows_before
+        return replace(
+            self,
+            matrix=(matrix_rows, self.matrix[1]),
+            part=(rows_before, self.part[1]),
+            origin=(below, self.origin[1]),
+        )
+
+    def enlarged(self, dim: int, rank: int, size: int) -> Place:
+        """What was taken for a whole parameter is the box of rank `rank` of `size` along `dim`."""
+        (rows, columns), (first, count), (top, left) = self.matrix, self.part, self.origin
+        if dim == 0:
+            first, count, rows = first * size, count * size, rows * size
+            top = first + rank * self.unit[0]
+        else:
+            columns, left = columns * size, rank * self.unit[1]
+        return replace(self, matrix=(rows, columns), part=(first, count), origin=(top, left))
+
+    def split(self, dim: int, rank: int, size: int) -> Place:
+        """The box of rank `rank` of `size` ranks that split the unit along `dim`."""
+        (rows, columns), (top, left) = self.unit, self.origin
+        if dim == 0:
+            rows //= size
+            top += rank * rows
+        else:
+            columns //= size
+            left += rank * columns
+        return replace(self, unit=(rows, columns), origin=(top, left), rows=rows, padded=rows)
+
+    def shard(self, start: int, stop: int, padded: int) -> Place:
+        """Rows [start, stop) of the unit in memory for `padded` rows."""
+        return replace(self, start=start, rows=stop - start, padded=padded)
+
+    @property
+    def top(self) -> int:
+        """First row that is held, in the matrix."""
+        return self.origin[0] + self.start
+
+    @property
+    def left(self) -> int:
+        """First column."""
+        return self.origin[1]
+
+    @property
+    def world(self) -> int:
+        """Ranks among which FSDP shares the unit."""
+        return -(-self.unit[0] // self.padded) if self.padded else 1
+
+    def box(self, extent: Extent) -> Box:
+        """What an extent means here."""
+        if extent is Extent.MATRIX:
+            return 0, 0, *self.matrix
+        if extent is Extent.UNIT:
+            return *self.origin, *self.unit
+        return self.top, self.left, self.rows, self.unit[1]
+
+    def cut_by_units(self, block: Block) -> bool:
+        """Whether a border between tensor-parallel ranks or between parameters may run through a block."""
+        (first, count), (rows, columns) = self.part, self.unit
+        ends_inside = (first + count) % block[0] and first + count != self.matrix[0]
+        return bool(
+            first % block[0]
+            or ends_inside
+            or (rows != count and rows % block[0])
+            or (columns != self.matrix[1] and columns % block[1])
+        )
+
+    def cut_by_shards(self, block: Block) -> bool:
+        """Whether a border between FSDP's ranks may."""
+        return self.world > 1 and self.padded % block[0] != 0
+
+    def cut_like(self, before: Place, after: Place) -> Place:
+        """This place after it was cut as `before` was to become `after`: the same share of rows or columns, as many shards.
+
+        Where it begins does not matter to who asks.
+        """
+        place = self
+        if after.unit != before.unit:
+            dim = 0 if after.unit[0] != before.unit[0] else 1
+            place = place.split(dim, 0, before.unit[dim] // after.unit[dim])
+        return replace(place, padded=-(-place.unit[0] // after.world)) if after.world > 1 else place
+
+
+def extent_of(scheme: Scheme, block: Block, places: Sequence[Place]) -> Extent:
+    """Equal on all ranks, since ranks have equal parts. places: of all parameters that hold rows of the matrix."""
+    if any(place.cut_by_units(block) for place in places):
+        return Extent.MATRIX
+    if not scheme.two_copies or any(place.cut_by_shards(block) for place in places):
+        return Extent.UNIT
+    return Extent.OWN
+
+
+def blocks_of(box: Box, block: Block) -> tuple[slice, slice]:
+    """The blocks of the matrix that a box touches, down and across."""
+    top, left, rows, columns = box
+    down = slice(top // block[0], -(-(top + rows) // block[0]) if rows else top // block[0])
+    return down, slice(left // block[1], -(-(left + columns) // block[1]) if columns else left // block[1])
+
+
+def _count(blocks: tuple[slice, slice]) -> tuple[int, int]:
+    return blocks[0].stop - blocks[0].start, blocks[1].stop - blocks[1].start
+
+
+def _within(blocks: tuple[slice, slice], outer: tuple[slice, slice]) -> tuple[slice, slice]:
+    """Where blocks lie among those of a larger box."""
+    down, across = (slice(b.start - o.start, b.stop - o.start) for b, o in zip(blocks, outer))
+    return down, across
+
+
+class ScaleGroup:
+    """The parameters that hold rows of one matrix, and what they share: its scheme, its amax, its scale of the tensor."""
+
+    def __init__(self, scheme: Scheme | None, needs_columnwise: bool = True) -> None:
+        self.scheme = scheme
+        """None: no recipe is known yet, or it quantizes nothing."""
+        self.needs_columnwise = needs_columnwise
+        """Whether backward multiplies by the columnwise copy. (Not if the recipe's `backward_override` dequantizes.)"""
+        self.parts: list[WeightMemory] = []
+        self.delayed: DelayedState | None = None
+        """Where delayed scaling keeps the scale, and in which column of `fwd_scale`. None: it follows from the amax."""
+        self.column = 0
+        self.amax = self.scale = self.scale_inv = torch.empty(0)
+        """float32 [1], equal on all ranks that hold a part of the matrix; empty where the scheme has none."""
+        self.grids: dict[str, Tensor] = {}
+        """By direction, scales of all blocks of the matrix, where they are of that extent."""
+        self.joined: dict[str, Tensor] = {}
+        """Memory that gathered parts share, so that they lie behind one another (`weight_gather`)."""
+        self.operands: tuple[Any, dict[str, Tensor]] | None = None
+        """Of whole units: what a GEMM takes, and the versions of what it was made from."""
+        self._cut: weakref.WeakValueDictionary[Any, ScaleGroup] = weakref.WeakValueDictionary()
+
+    def set_amax(self, amax: Tensor) -> None:
+        """Takes the amax [1] of the matrix and makes the scale of the tensor."""
+        scheme = self.scheme
+        assert scheme is not None
+        self.amax = amax.clone()
+        if not scheme.per_tensor:
+            return
+        if self.delayed is not None:
+            self.scale = self.delayed.fwd_scale[self.column : self.column + 1].clone()
+            self.delayed.fwd_amax_history[0, self.column] = amax[0]  # this step's entry, once a step
+        else:
+            self.scale = scale_from_amax(amax, scheme.element.max, scheme.epsilon, scheme.power_of_two)
+        self.scale_inv = torch.ones_like(self.scale) / self.scale
+
+    def cut(self, key: Any) -> ScaleGroup:
+        """The group of the parts after all of them were cut in the way that `key` names: parts that belong together stay so."""
+        group = self._cut.get(key)
+        if group is None:
+            group = self.map(lambda t: t)
+            group.delayed, group.column = self.delayed, self.column
+            self._cut[key] = group
+        return group
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> ScaleGroup:
+        """A group of no parts with `function` of these tensors."""
+        other = ScaleGroup(self.scheme, self.needs_columnwise)
+        other.amax, other.scale, other.scale_inv = (function(t) for t in (self.amax, self.scale, self.scale_inv))
+        other.grids = {key: function(t) for key, t in self.grids.items()}
+        return other
+
+
+class WeightMemory:
+    """See above. All views of a parameter share it; `renew` fills it.
+
+    New tensors each time: a backward that is still to come may hold the old ones.
+    """
+
+    def __init__(self, name: str, place: Place, group: ScaleGroup) -> None:
+        self.name, self.place = name, place
+        self.group = group
+        self.join(group)
+        self.data: dict[str, Tensor] = {}
+        """By direction, uint8 [padded, columns] (E2M1: [padded, columns/2]); columnwise bytes (1-D blocks only) are not transposed."""
+        self._scales: dict[str, Tensor] = {}
+        self.preserved: Tensor | None = None
+        """The rows before they were first quantized, where `quantized_model_init(preserve_high_precision_init_val=True)` kept them."""
+        self.tensor_groups: Groups = ()
+        """Tensor-parallel ranks among which the parameter is split."""
+        self.shard_groups: Groups = ()
+        """Ranks among which FSDP shares the unit."""
+        self.weight_group: Any = None
+        """All ranks that hold a part of the parameter, where somebody has said so; else the two above, one after the other."""
+        self.device_type: str | None = None
+        """Where collectives run, if not where the values are (CPU offload)."""
+        self.gather_dtype: torch.dtype | None = None
+        """Type in which the weight is gathered while it has no scheme; None: the master's."""
+        self.made_from: dict[int, int] = {}
+        """Where there is a master: address of memory that holds the values the bytes were made from -> its version then."""
+        self.gathers_both = False
+        """1-D blocks: gather both directions at once, because a forward runs again in backward or memory stays gathered."""
+
+    # ------------------------------------------------------------------------------------------------------------- geometry
+
+    @property
+    def scheme(self) -> Scheme:
+        """How the bytes are made."""
+        assert self.group.scheme is not None
+        return self.group.scheme
+
+    @property
+    def quantized(self) -> bool:
+        """Whether a recipe says how bytes are made."""
+        return self.group.scheme is not None
+
+    @property
+    def two_copies(self) -> bool:
+        """Rowwise and columnwise bytes differ and both are needed."""
+        return self.scheme.two_copies and self.group.needs_columnwise
+
+    @property
+    def directions(self) -> tuple[str, ...]:
+        """Those that have bytes of their own."""
+        return (ROWWISE, COLUMNWISE) if self.two_copies else (ROWWISE,)
+
+    def block(self, direction: str) -> Block:
+        """Rows and columns of the matrix that share a scale."""
+        block = self.scheme.block
+        assert block is not None
+        return block if direction == ROWWISE else block[::-1]
+
+    def extent(self, direction: str) -> Extent:
+        """[Note: extent of scales]"""
+        return extent_of(self.scheme, self.block(direction), [part.place for part in self.group.parts])
+
+    def box_of_scales(self, direction: str) -> Box:
+        """The box of the matrix whose scales are here."""
+        return self.place.box(self.extent(direction))
+
+    def scales(self, direction: str) -> Tensor:
+        """One number a block of the extent, as rows and columns of the matrix; not for a scale of the tensor."""
+        return (self.group.grids if self.extent(direction) is Extent.MATRIX else self._scales)[direction]
+
+    def set_scales(self, direction: str, scales: Tensor, extent: Extent | None = None) -> None:
+        """Those of the matrix belong to all its parts."""
+        matrix = (extent or self.extent(direction)) is Extent.MATRIX
+        (self.group.grids if matrix else self._scales)[direction] = scales
+
+    @property
+    def weight_groups(self) -> Groups:
+        """The ranks that hold parts of the matrix."""
+        return self.tensor_groups + self.shard_groups if self.weight_group is None else (self.weight_group,)
+
+    def bind(self, shard_groups: Groups, device_type: str | None = None) -> None:
+        """Tells with whom FSDP shares the unit."""
+        self.shard_groups, self.device_type = shard_groups, device_type
+
+    def check_bound(self) -> None:
+        """Raises if it is not known which ranks have to reduce their amax."""
+        if self.place.world > 1 and not self.shard_groups:
+            raise ValueError(
+                f"{self.name} does not know yet with which ranks it shares its scales: call set_device_mesh(tp_mesh, weight_mesh) before "
+                "fully_shard and reset_parameters() after it, run a forward pass first, or use ottava.distributed.shard_model."
+            )
+
+    # --------------------------------------------------------------------------------------------------------------- memory
+
+    def allocate(self, device: torch.device | str) -> None:
+        """Memory of the right shapes, without values."""
+        place, scheme = self.place, self.scheme
+        width = place.unit[1] // scheme.elements_per_byte
+        for direction in self.directions:
+            self.data[direction] = torch.zeros(place.padded, width, dtype=torch.uint8, device=device)
+            if scheme.block is not None:
+                shape = _count(blocks_of(self.box_of_scales(direction), self.block(direction)))
+                self.set_scales(direction, torch.zeros(shape, dtype=scheme.scale_dtype, device=device))
+        group = self.group
+        if scheme.needs_tensor_amax:
+            group.amax = torch.zeros(1, device=device)
+        if scheme.per_tensor:
+            group.scale, group.scale_inv = torch.ones(1, device=device), torch.ones(1, device=device)
+
+    def tensors(self) -> list[Tensor]:
+        """All that it holds."""
+        shared = [t for t in (self.group.amax, self.group.scale_inv) if t.numel()]
+        return [*self.data.values(), *self._scales.values(), *self.group.grids.values(), *shared]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> WeightMemory:
+        """The same weight in other memory, alone in its group: the module that holds the parts joins them again."""
+        other = WeightMemory(self.name, self.place, self.group.map(function))
+        self._hand_over(other)
+        other.data = {key: function(t) for key, t in self.data.items()}
+        other._scales = {key: function(t) for key, t in self._scales.items()}
+        return other
+
+    def _hand_over(self, other: WeightMemory) -> None:
+        other.preserved, other.weight_group, other.device_type = self.preserved, self.weight_group, self.device_type
+        other.tensor_groups, other.shard_groups = self.tensor_groups, self.shard_groups
+        other.gather_dtype, other.gathers_both = self.gather_dtype, self.gathers_both
+
+    def join(self, group: ScaleGroup) -> None:
+        """Becomes a part of `group`."""
+        self.group.parts = [part for part in self.group.parts if part is not self]
+        self.group = group
+        group.parts = sorted([*group.parts, self], key=lambda part: part.place.part[0])
+
+    def copy_from(self, other: WeightMemory) -> None:
+        """Takes bytes and scales of the same box of the same kind of weight."""
+        if (self.scheme, self.place) != (other.scheme, other.place):
+            raise ValueError(
+                f"copy_ needs the same box of a weight in the same scheme: {self.name} is {self.place} in {self.scheme}, the source "
+                f"{other.place} in {other.scheme}."
+            )
+        device = next(iter(self.data.values())).device
+        self.data = {key: t.to(device, copy=True) for key, t in other.data.items()}
+        self._scales = {key: t.to(device, copy=True) for key, t in other._scales.items()}
+        self.group.grids = {key: t.to(device, copy=True) for key, t in other.group.grids.items()}
+        for name in ("amax", "scale", "scale_inv"):
+            setattr(self.group, name, getattr(other.group, name).to(device, copy=True))
+        self.preserved = None
+
+    def forget_bytes(self) -> None:
+        """Another scheme: what was made before means nothing now."""
+        self.data, self._scales, self.made_from, self.group.grids = {}, {}, {}, {}
+
+    def bytes_were_loaded(self) -> None:
+        """Somebody has written into the bytes and scales: what follows from them is made anew, and the first values are forgotten."""
+        self.preserved = None
+        if self.scheme.per_tensor:
+            self.group.scale = torch.ones_like(self.group.scale_inv) / self.group.scale_inv
+
+    # ------------------------------------------------------------------------------------------------------------ cutting up
+
+    def part(self, place: Place, key: Any, places: Sequence[Place] | None = None) -> WeightMemory:
+        """The box `place` of this weight, which lies inside the one that is held here: bytes and scales are cut.
+
+        key: names the way of cutting, equal for all parts of the matrix. places: those of all parts after cutting, if not all parts are
+        cut alike.
+        """
+        other = WeightMemory(self.name, place, self.group.cut(key))
+        self._hand_over(other)
+        if not self.quantized or not self.data:
+            return other
+        places = places or [part.place.cut_like(self.place, place) for part in self.group.parts]
+        packed = self.scheme.elements_per_byte
+        first, left = place.top - self.place.top, place.left - self.place.left
+        for direction in self.directions:
+            held = self.data[direction][first : first + place.rows]
+            held = held[:, left // packed : (left + place.unit[1]) // packed]
+            other.data[direction] = pad(held, (0, 0, 0, place.padded - place.rows)).clone(
+                memory_format=torch.contiguous_format
+            )
+            if self.scheme.block is not None:
+                extent = extent_of(self.scheme, self.block(direction), places)
+                other.set_scales(direction, self._cut_scales(direction, place.box(extent)), extent)
+        if self.preserved is not None:
+            other.preserved = self.preserved[first : first + place.rows, left : left + place.unit[1]]
+        return other
+
+    def _cut_scales(self, direction: str, box: Box) -> Tensor:
+        """Scales of the blocks that a box touches."""
+        block, scales = self.block(direction), self.scales(direction)
+        wanted = _within(blocks_of(box, block), blocks_of(self.box_of_scales(direction), block))
+        if min(s.start for s in wanted) < 0 or any(s.stop > n for s, n in zip(wanted, scales.shape)):
+            raise ValueError(
+                f"{self.name}: new borders cut blocks of {block[0]}x{block[1]} whose scales are on other ranks: split the weight before "
+                "it is quantized (on the meta device), or choose sizes that fill blocks."
+            )
+        return scales[wanted].clone()
+
+    # ------------------------------------------------------------------------------------------------------- what a GEMM takes
+
+    def scale_inv(self, direction: str, box: Box, step: Block | None = None) -> Tensor:
+        """Scales of a box of the matrix on a grid that begins with the box.
+
+        Where blocks begin elsewhere the grid is finer, so that every number of it lies in one block: its block follows from its
+        shape (`kernels.cast.block_of`). step: a block to use instead.
+        """
+        if self.scheme.block is None:
+            return self.group.scale_inv
+        block, (top, left, rows, columns) = self.block(direction), box
+        scale, outer = self.scales(direction), blocks_of(self.box_of_scales(direction), block)
+        r, c = step or grid_step(block, [box])
+
+        def index(start: int, size: int, block: int, step: int, first: int) -> Tensor | slice:
+            if step == block:
+                return slice(start // block - first, -(-(start + size) // block) - first)
+            return torch.arange(start, start + size, step, device=scale.device) // block - first
+
+        down = index(top, rows, block[0], r, outer[0].start)
+        return scale[down][:, index(left, columns, block[1], c, outer[1].start)]
+
+    def held_parts(self, rows: int) -> dict[str, Tensor]:
+        """Rowwise bytes and scales of the first `rows` rows, and the amax."""
+        place = self.place
+        parts = {
+            "rowwise_data": self.data[ROWWISE][:rows],
+            "rowwise_scale_inv": self.scale_inv(ROWWISE, (place.top, place.left, rows, place.unit[1])),
+        }
+        return parts | ({"rowwise_amax": self.group.amax} if self.group.amax.numel() else {})
+
+
+def grid_step(block: Block, boxes: Sequence[Box]) -> Block:
+    """The largest block that divides all boxes into pieces of single blocks of the matrix; `block` where boxes begin with one."""
+    step = list(block)
+    for dim in (0, 1):
+        if any(box[dim] % block[dim] for box in boxes):
+            step[dim] = math.gcd(block[dim], *(n for box in boxes for n in (box[dim], box[dim + 2])))
+        elif any(box[dim + 2] % block[dim] for box in boxes[:-1]):  # the next one begins inside of a block of the grid
+            step[dim] = math.gcd(block[dim], *(box[dim + 2] for box in boxes))
+    return step[0], step[1]
+
+
+def joined_scale_inv(parts: Sequence[WeightMemory], direction: str) -> Tensor:
+    """Scales of the units of all parts, one under the other, as rows and columns of the matrix."""
+    boxes = [part.place.box(Extent.UNIT) for part in parts]
+    if parts[0].scheme.block is None:
+        return parts[0].group.scale_inv
+    block = parts[0].block(direction)
+    if parts[0].extent(direction) is Extent.MATRIX and all(a[0] + a[2] == b[0] for a, b in itertools.pairwise(boxes)):
+        top, left, _, columns = boxes[0]
+        return parts[0].scale_inv(direction, (top, left, sum(box[2] for box in boxes), columns))
+    step = grid_step(block, boxes)
+    scales = [part.scale_inv(direction, box, step) for part, box in zip(parts, boxes)]
+    return scales[0] if len(scales) == 1 else torch.cat(scales)
+
+
+# ---------------------------------------------------------------------------------------------------------- values -> bytes
+
+
+@torch.no_grad()
+def renew(weights: Iterable[tuple[Tensor, WeightMemory]]) -> None:
+    """Makes bytes and scales from values [rows, columns]. All ranks have to call it with the same weights in the same order.
+
+    At most two MAX all-reduces a set of groups: one number a matrix, and the amax of blocks. All parts of a matrix have to be given
+    where they share scales.
+    """
+    weights = [(values.detach(), memory) for values, memory in weights if memory.quantized]
+    known: dict[Any, Tensor] = {}
+    groups: dict[Any, tuple[Groups, str | None]] = {}
+    for values, memory in weights:
+        memory.check_bound()
+        for key, amax, reduced_over in _amax_to_share(values, memory):
+            known[key] = amax if key not in known else torch.maximum(known[key], amax)
+            groups[key] = reduced_over, memory.device_type
+    _reduce(known, groups)
+    for group in {id(m.group): m.group for _, m in weights}.values():
+        if ("tensor", id(group)) in known:
+            group.set_amax(known["tensor", id(group)].flatten())
+    for values, memory in weights:
+        for direction in memory.directions:
+            _write(values, memory, direction, known)
+
+
+def _amax_to_share(values: Tensor, memory: WeightMemory) -> Iterable[tuple[Any, Tensor, Groups]]:
+    """(key, amax as this rank knows it, ranks to reduce it over) for the scales of a weight that other ranks or parts share."""
+    place, scheme = memory.place, memory.scheme
+    if scheme.needs_tensor_amax:
+        yield ("tensor", id(memory.group)), torch.ops.ottava.amax(values), memory.weight_groups
+    if scheme.block is None:
+        return
+    for direction in memory.directions:
+        extent, block = memory.extent(direction), memory.block(direction)
+        if extent is Extent.OWN:
+            continue
+        blocks = blocks_of(memory.box_of_scales(direction), block)
+        grid = values.new_zeros(_layers(scheme), *_count(blocks), dtype=torch.float32)
+        grid[:, *_within(blocks_of(place.box(Extent.OWN), block), blocks)] = _block_amax(values, memory, direction)
+        matrix = extent is Extent.MATRIX
+        owner = memory.group if matrix else memory
+        yield (direction, id(owner)), grid, memory.weight_groups if matrix else memory.shard_groups
+
+
+def _layers(scheme: Scheme) -> int:
+    """E2M1 has a second grid: flags of blocks that have a NaN."""
+    return 2 if scheme.element.dtype is None else 1
+
+
+def _block_amax(values: Tensor, memory: WeightMemory, direction: str) -> Tensor:
+    """[layers, blocks down, blocks across] of the blocks that the rows touch."""
+    block, place = memory.block(direction), memory.place
+    grids = [torch.ops.ottava.block_amax(values, *block, place.top, place.left)]
+    if _layers(memory.scheme) == 2:
+        grids.append(torch.ops.ottava.block_amax(values.isnan().float(), *block, place.top, place.left))
+    return torch.stack(grids)
+
+
+def _reduce(known: dict[Any, Tensor], groups: dict[Any, tuple[Groups, str | None]]) -> None:
+    """MAX over ranks, in place in the dictionary: one message for all that has the same groups."""
+    together: dict[Any, list[Any]] = {}
+    for key, (over, device_type) in groups.items():
+        if any(torch.distributed.get_world_size(group) > 1 for group in over):
+            together.setdefault((over, device_type), []).append(key)
+    for (over, device_type), keys in together.items():
+        flat = torch.cat([known[key].flatten() for key in keys])
+        moved = flat.to(device_type or flat.device)
+        for group in over:  # a MAX over rows and then over columns of a mesh is the MAX over the mesh
+            torch.distributed.all_reduce(moved, op=torch.distributed.ReduceOp.MAX, group=group)
+        flat = moved.to(flat.device)
+        for key, reduced in zip(keys, flat.split([known[key].numel() for key in keys]), strict=True):
+            known[key] = reduced.view_as(known[key])
+
+
+def _write(values: Tensor, memory: WeightMemory, direction: str, known: dict[Any, Tensor]) -> None:
+    """Bytes and scales of one direction, from what was reduced."""
+    place, scheme, ops = memory.place, memory.scheme, torch.ops.ottava
+    if scheme.block is None:
+        data = ops.encode(values, memory.group.scale, str(scheme), 1, 1, 0, 0)
+    else:
+        extent, block = memory.extent(direction), memory.block(direction)
+        owner = memory.group if extent is Extent.MATRIX else memory
+        grid = _block_amax(values, memory, direction) if extent is Extent.OWN else known[direction, id(owner)]
+        factor, scale = ops.block_scales(grid[0], grid[-1], memory.group.amax, str(scheme), values.dtype)
+        memory.set_scales(direction, scale)
+        own = _within(blocks_of(place.box(Extent.OWN), block), blocks_of(place.box(extent), block))
+        data = ops.encode(values, factor[own], str(scheme), *block, place.top, place.left)
+    memory.data[direction] = pad(data, (0, 0, 0, place.padded - place.rows))
