@@ -114,6 +114,7 @@ class Weight(QuantizedTensor):
         """A whole weight of bytes only, without values yet. It stands for a tensor of `dtype`."""
         memory = WeightMemory(name, Place.whole(shape), ScaleGroup(scheme))
         memory.allocate(device)
+        memory.gathers_both = True  # who calls `fully_shard` does not say whether weights are freed between forward and backward
         return cls(memory, State.WHOLE, tuple(shape), dtype, device)
 
     @classmethod
