@@ -21,11 +21,11 @@ import ottava
 import ottava.recipe as recipe
 from ottava import torch_private
 from ottava.distributed import ParallelPlan, meshes_of, parallelize, whole_state
-from ottava.distributed.sharded_weight import ShardedWeight
 from ottava.distributed.whole import clean_name
 from ottava.models.gpt import GPT, GPTConfig
 from ottava.models.llama import Llama, LlamaConfig
 from ottava.nn.initialize import materialize_
+from ottava.quant.weight import Weight
 
 RECIPES: dict[str, recipe.Recipe | None] = {
     "none": None,
@@ -83,8 +83,8 @@ def scales(model: nn.Module) -> dict[str, Tensor]:
     found = {clean_name(n): b.clone() for n, b in model.named_buffers() if "delayed." in n and "history" not in n}
     for name, parameter in model.named_parameters():
         local = torch_private.local_tensor(parameter) if isinstance(parameter, DTensor) else parameter
-        if isinstance(local, ShardedWeight) and local.copy.joint.scale.numel():
-            found[name + " (wire)"] = local.copy.joint.scale.clone()
+        if isinstance(local, Weight) and local.memory.group.scale.numel():
+            found[name + " (wire)"] = local.memory.group.scale.clone()
     return found
 
 

@@ -17,7 +17,7 @@ from ottava.distributed import fsdp
 def losses_of(model: nn.Module, name: str, group: Any, recompute: bool, features: int = 128) -> list[float]:
     """Losses of two steps; both ranks see the same data, so their mean gradient is that of one."""
     optimizer, losses = adamw(model), []
-    if any(True for _ in fsdp._weights(model)):
+    if any(True for _ in fsdp._mastered(model)):
         fsdp.attach(optimizer, model)
     for number in range(2):
         x = torch.randn(16, 2, features, generator=torch.Generator().manual_seed(number)).requires_grad_()

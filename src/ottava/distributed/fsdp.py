@@ -327,7 +327,7 @@ def _mastered_parameter(
     local.memory.gather_dtype = None if policy is None else policy.param_dtype
     weight: Tensor = local
     if isinstance(parameter, DTensor):
-        gemm.module.place_weight(name, local)
+        local.memory.place_on(parameter.device_mesh, parameter.placements)
         weight = like_dtensor(parameter, local)
     return nn.Parameter(weight, requires_grad=parameter.requires_grad)
 

@@ -6,6 +6,7 @@ of plain tensors, each true to what it says about itself:
     NAME                        uint8 [M, K]; E2M1 [M, K/2], even columns in the low half
     NAME_scale_inv              float32 [1]; or one a block: [ceil(M/B), ceil(K/B)], [M, ceil(K/B)]; uint8 for MXFP8 and NVFP4
     NAME_amax                   float32 [1], where the scheme has one
+    NAME_format                 uint8 [24]: element format and block as text ("e4m3:128x128"), padded with zeros
     NAME_columnwise             uint8 [M, K], 1-D blocks only: the bytes that backward multiplies by, not transposed
     NAME_columnwise_scale_inv   one a block of these: [ceil(M/B), K]
 
@@ -25,14 +26,14 @@ from torch import Tensor, nn
 
 from ottava.nn.draw import is_dtensor
 from ottava.nn.strategy import REPLICATED, Layout, like_dtensor
-from ottava.quant.scheme import weight_scheme
+from ottava.quant.scheme import Scheme, weight_scheme
 from ottava.quant.state import CURRENT
 from ottava.quant.tensor import QuantizedTensor
 from ottava.quant.weight import Weight, join_parts, link_parts
 from ottava.quant.weight_memory import COLUMNWISE, ROWWISE, Extent, Groups, WeightMemory, blocks_of
 
 InitMethod = Callable[[Tensor], Any]
-ENTRIES = ("scale_inv", "amax", "columnwise", "columnwise_scale_inv")
+ENTRIES = ("scale_inv", "amax", "format", "columnwise", "columnwise_scale_inv")
 
 
 def default_init(weight: Tensor) -> Tensor:
@@ -145,7 +146,7 @@ class WeightModule(nn.Module):
             return parameters[name]
         if parameters is not None:
             if name in self.__dict__.get("fused", ()):
-                return torch.cat([getattr(self, part) for part in self.fused[name]])
+                return _fused([parameters[part] for part in self.fused[name]])
             for weight in parameters:
                 if name.startswith(f"{weight}_") and name[len(weight) + 1 :] in ENTRIES:
                     entries = self._entries(weight) if isinstance(held(parameters[weight]), Weight) else {}
@@ -199,7 +200,7 @@ class WeightModule(nn.Module):
         Weight.requantize_together_(weights, list(values.values()))
         if self.quantized_init is not None and self.quantized_init.preserve:
             for weight, value in zip(weights, values.values(), strict=True):
-                weight.memory.preserved = value.detach().cpu().clone()
+                weight.memory.keep_first_values(value.detach().cpu().clone())
 
     def _bind(self, memory: WeightMemory, parameter: Any) -> None:
         """Tells a sharded weight with whom it shares scales, from what its DTensor says."""
@@ -292,13 +293,34 @@ class WeightModule(nn.Module):
                 if problem is not None:
                     errors.append(problem)
                 state[key] = parameter
+        self._dequantize_entries(state, prefix)
         super()._load_from_state_dict(state, prefix, local_metadata, strict, missing, unexpected, errors)
+
+    def _dequantize_entries(self, state: dict[str, Any], prefix: str) -> None:
+        """Bytes of weights that are not stored in FP8 here become values."""
+        for name, parameter in self._parameters.items():
+            key = prefix + name
+            if parameter is None or f"{key}_format" not in state or key not in state or is_dtensor(state[key]):
+                continue
+            entries = {name: state[key]} | {
+                f"{name}_{n}": state.pop(f"{key}_{n}") for n in ENTRIES if f"{key}_{n}" in state
+            }
+            if state[key].dtype == torch.uint8 and name not in self.stored_weights():
+                state[key] = _placed_like(parameter, dequantized_entries(name, entries, parameter.dtype))
 
     def _rename(self, state: dict[str, Any], prefix: str) -> None:
         """Entries under the name of a whole, where its parts are parameters, and the other way round ([Note: fused names])."""
         for whole, rows in self.fused.items():
             if prefix + whole in state and not any(prefix + part in state for part in rows):
                 _split_entries(state, prefix, whole, rows, {part: getattr(self, part) for part in rows})
+
+
+def _fused(parts: list[Any]) -> Tensor:
+    """The parts under one another, with their gradients where all have one."""
+    whole = torch.cat(parts)
+    if all(part.grad is not None for part in parts):
+        whole.grad = torch.cat([part.grad for part in parts])
+    return whole
 
 
 def shard_groups_of(parameter: Any, tensor_groups: Groups) -> Groups:
@@ -335,7 +357,10 @@ def state_entries(name: str, parameter: Any) -> dict[str, Tensor]:
     scheme, (_, rows) = memory.scheme, memory.place.part
     columns, count = memory.place.matrix[1], memory.place.rows
     width = columns // scheme.elements_per_byte
-    entries = {name: _spread(parameter, memory.data[ROWWISE][:count], (rows, width))}
+    entries = {
+        name: _spread(parameter, memory.data[ROWWISE][:count], (rows, width)),
+        f"{name}_format": scheme.as_bytes(weight.device),
+    }
     if scheme.needs_tensor_amax:
         entries[f"{name}_amax"] = memory.group.amax
     if scheme.block is None:
@@ -385,6 +410,10 @@ def load_entries(name: str, parameter: Any, loaded: Mapping[str, Tensor]) -> str
                 f"{key} is {source.dtype} of shape {tuple(source.shape)} in the state dict, but {target.dtype} of shape "
                 f"{tuple(target.shape)} here."
             )
+        if key.endswith("_format"):
+            if not torch.equal(target.cpu(), source.cpu()):
+                return f"{name} is stored as {weight_format(target)} here, but as {weight_format(source)} in the state dict."
+            continue
         mine, other = held(target), held(source) if is_dtensor(source) else _cut_to(target, source)
         if mine.shape != other.shape:
             return f"{key}: this rank holds {tuple(mine.shape)} of it, but the state dict gives {tuple(other.shape)}."
@@ -392,6 +421,22 @@ def load_entries(name: str, parameter: Any, loaded: Mapping[str, Tensor]) -> str
             mine.copy_(other)
     held(parameter).memory.bytes_were_loaded()
     return None
+
+
+def weight_format(entry: Tensor) -> str:
+    """The text of an entry NAME_format.
+
+    >>> weight_format(Scheme.parse("e4m3:128x128:pow2").as_bytes())
+    'e4m3:128x128'
+    """
+    return bytes(entry.cpu().tolist()).rstrip(b"\0").decode("ascii", "replace")
+
+
+def dequantized_entries(name: str, loaded: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """The values of a stored weight, whole, from its entries in a state dict."""
+    scheme = Scheme.parse(weight_format(loaded[f"{name}_format"]))
+    amax = loaded.get(f"{name}_amax", torch.empty(0))
+    return torch.ops.ottava.dequantize(loaded[name], loaded[f"{name}_scale_inv"], amax, str(scheme), dtype)
 
 
 def _split_entries(
@@ -417,7 +462,7 @@ def _split_entries(
 
 def _rows_of_entry(tensor: Tensor, entry: str, memory: WeightMemory, first: int, count: int) -> Tensor:
     """The entry of rows [first, first + count) of a whole matrix."""
-    if tensor.dim() == 1:
+    if entry == "format" or tensor.dim() == 1:
         return tensor
     if entry == "columnwise":
         return tensor[first : first + count]

@@ -123,6 +123,11 @@ class Scheme:
         parts += ["rht"] * self.hadamard + ["stochastic"] * self.stochastic + ["f32"] * self.from_float32
         return ":".join(parts)
 
+    def as_bytes(self, device: Any = None) -> torch.Tensor:
+        """What the bytes of a stored tensor mean (element format and block), as text in a tensor: uint8 [24]."""
+        text = str(Scheme(self.format, self.block)).encode().ljust(24, b"\0")
+        return torch.tensor(list(text), dtype=torch.uint8, device=device)
+
     @staticmethod
     def parse(text: str) -> Scheme:
         """The scheme whose string is `text`."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ottava import torch_private
-from ottava.quant.weight_memory import COLUMNWISE, ROWWISE, Extent, WeightMemory
+from ottava.quant.weight_memory import COLUMNWISE, ROWWISE, Extent, WeightMemory, in_gemm_layout
 
 BOTH, UNQUANTIZED = "both", "unquantized"
 
@@ -214,7 +214,8 @@ def _fill_scales(memory: WeightMemory, parts: dict[str, Tensor], outputs: Sequen
         name = f"{each}_scale_inv"
         if memory.scheme.block is None or memory.extent(each) is not Extent.OWN:
             scale = memory.scale_inv(each, box)
-            parts[name] = scale if each == ROWWISE or scale.dim() == 1 else scale.t()
+            scale = scale if each == ROWWISE or scale.dim() == 1 else scale.t()
+            parts[name] = in_gemm_layout(scale, memory.scheme)
         elif direction in (each, BOTH):
             assert travelled is not None
             down, across = _slots(memory, each)
