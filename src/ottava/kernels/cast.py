@@ -308,16 +308,15 @@ def _amax_cuda(x: Tensor) -> Tensor:
 amax = define("amax", _amax, lambda x: x.new_empty(1, dtype=torch.float32), _amax_cuda)
 
 
-def operand_amax(x: Tensor, scheme: str) -> Tensor:
+def operand_amax(x: Tensor, scheme: Scheme) -> Tensor:
     """What ranks that quantize parts of one tensor have to share first, and then give to `quantize`.
 
     [1] for per-tensor schemes; [2] for NVFP4: of the rowwise values, and of the columnwise ones, which a Hadamard transform changes.
     """
-    parsed = Scheme.parse(scheme)
     of_rows = torch.ops.ottava.amax(x)
-    if parsed.kind != "nvfp4":
+    if scheme.kind != "nvfp4":
         return of_rows
-    return torch.cat([of_rows, amax_of(hadamard16(x.t().contiguous())) if parsed.hadamard else of_rows])
+    return torch.cat([of_rows, amax_of(hadamard16(x.t().contiguous())) if scheme.hadamard else of_rows])
 
 
 def _dequantize(data: Tensor, scale_inv: Tensor, amax: Tensor, scheme: str, dtype: torch.dtype) -> Tensor:

@@ -24,9 +24,8 @@ from torch import Tensor, nn
 
 from ottava.checkpoint.placement import modules_of
 from ottava.nn.base import QuantizedModule
-from ottava.nn.watch import Operand, watching
-from ottava.quant.formats import ELEMENTS, e8m0_to_float
-from ottava.quant.scheme import Scheme
+from ottava.nn.operand import Operand
+from ottava.nn.product import watching
 from ottava.train.config import Config
 from ottava.train.model import SpreadModel
 from ottava.train.report import HEALTH_FILE
@@ -34,35 +33,21 @@ from ottava.train.world import World
 
 SAMPLE = 2**20
 """Values (bytes) that are counted of an operand, more or less."""
-LARGEST = {"e4m3": 0x7E, "e5m2": 0x7B, "e2m1": 0x7}
-"""Code of the largest magnitude."""
 STAGES = {1: ("",), 2: ("fc1.", "fc2.")}
 """What the products of a module are called, by their number."""
 
 
 def figures(operand: Operand) -> Tensor:
-    """(amax, scale, underflow, saturated), float32 [4] on the device."""
-    scheme = Scheme.parse(operand.scheme)
-    codes = operand.data.view(torch.uint8)
-    codes = codes[:: max(codes.numel() // SAMPLE, 1)]
-    if scheme.format == "e2m1":  # two in a byte
-        codes = torch.stack([codes & 0xF, codes >> 4])
-        magnitude = codes & 0x7
-    else:
-        magnitude = codes & 0x7F
+    """(amax, scale, underflow, saturated) of a quantized operand, float32 [4] on the device."""
+    scheme = operand.scheme
+    assert scheme is not None and operand.scale_inv is not None and operand.amax is not None
+    element, codes = scheme.element, operand.data.view(torch.uint8)
+    magnitude = element.magnitude_codes(codes[:: max(codes.numel() // SAMPLE, 1)])
     size = max(magnitude.numel(), 1)
-    inverse = _as_float(operand.scale_inv, scheme).amax()
-    amax = operand.amax.amax() if operand.amax.numel() else inverse * ELEMENTS[scheme.format].max
-    zero, top = (magnitude == 0).sum() / size, (magnitude == LARGEST[scheme.format]).sum() / size
+    inverse = scheme.scales_as_float(operand.scale_inv).amax()
+    amax = operand.amax.amax() if operand.amax.numel() else inverse * element.max
+    zero, top = (magnitude == 0).sum() / size, (magnitude == element.largest_code).sum() / size
     return torch.stack([amax.float(), 1.0 / inverse, zero, top])
-
-
-def _as_float(scale_inv: Tensor, scheme: Scheme) -> Tensor:
-    if scheme.kind == "mx":
-        return e8m0_to_float(scale_inv)
-    if scheme.kind == "nvfp4":
-        return scale_inv.view(torch.float8_e4m3fn).float()
-    return scale_inv.float()
 
 
 class Fp8Health:
