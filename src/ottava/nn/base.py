@@ -81,6 +81,10 @@ class QuantizedModule(ParallelModule):
 
     _gated_stages: tuple[bool, ...] = (False,)
     """For each stage, whether its output goes through a gated activation."""
+    groups = 1
+    """Stages that run side by side, on groups of rows (see `Chain`)."""
+    stage_names: tuple[str, ...] = ("",)
+    """What is put before "input", "weight" and "grad" to name the operands of each stage."""
     plain = False
     """Whether the module multiplies unquantized, also inside of `autocast`. See `leave_unquantized`."""
 

@@ -67,6 +67,7 @@ class GroupedLinear(QuantizedModule):
         self.use_bias, self.return_bias = bias, return_bias
         self.init_method = init_method
         self._gated_stages = (False,) * num_gemms
+        self.groups, self.stage_names = num_gemms, tuple(f"{g}." for g in range(num_gemms))
         weight, vector = linear_layouts(parallel_mode)
         for g in range(num_gemms):
             self.add_parameter(f"weight{g}", (out_features, in_features), layout=weight)
@@ -114,7 +115,7 @@ class GroupedLinear(QuantizedModule):
                 f"(sum {sum(m_splits)})."
             )
         self.check_features(in_features=self.in_features, out_features=self.out_features)
-        chain, scale = self.prepare([Stage(strategy=self.strategy())] * self.num_gemms, groups=self.num_gemms)
+        chain, scale = self.prepare([Stage(strategy=self.strategy())] * self.num_gemms, self.groups)
         biases = [self.parameter(f"bias{g}") if self.use_bias else None for g in range(self.num_gemms)]
         tensors = [
             self.stage_tensors(

@@ -26,6 +26,7 @@ class LayerNormMLP(QuantizedModule):
         (torch.Size([4, 128]), torch.Size([1024, 128]))
     """
 
+    stage_names = ("", "fc2.")
     layer_norm_weight: torch.nn.Parameter
     layer_norm_bias: torch.nn.Parameter | None
     fc1_weight: torch.nn.Parameter

@@ -80,6 +80,11 @@ class Scheme:
         return "mx" if self.block[1] == 32 else "block"
 
     @property
+    def tensor_class(self) -> str:
+        """What TransformerEngine calls the class of a tensor that is quantized so."""
+        return _TENSOR_CLASSES[self.kind]
+
+    @property
     def transposable(self) -> bool:
         """The columnwise copy is the transpose of the rowwise one: square blocks and whole tensors."""
         return self.block is None or (self.block[0] == self.block[1] and not self.hadamard)
@@ -188,6 +193,12 @@ class Scheme:
 
 
 _TEXTS: dict[Scheme, str] = {}
+_TENSOR_CLASSES = {
+    "tensor": "Float8Tensor",
+    "block": "Float8BlockwiseQTensor",
+    "mx": "MXFP8Tensor",
+    "nvfp4": "NVFP4Tensor",
+}
 
 
 @lru_cache(maxsize=256)
