@@ -120,7 +120,7 @@ class Placed:
             entry[f"{direction}_data"] = Part(
                 shape, data.dtype, ((at, data),), former=self._former(f".{direction}_data", shape)
             )
-            if scheme.block is not None:
+            if not scheme.per_tensor:
                 entry[f"{direction}_scale_inv"] = self._scale(memory, direction)
         text = scheme.as_bytes()  # not in checkpoints before 0.2
         entry["format"] = Part(tuple(text.shape), text.dtype, (((0,), text),), optional=True)

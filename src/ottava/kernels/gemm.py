@@ -7,8 +7,6 @@ the order of the float32 sum differs from the hardware's.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -133,8 +131,20 @@ def _scaled_mm(
     return out.to(out_dtype)
 
 
-def _scaled_mm_fake(*args: Any) -> Tensor:
-    a, b, out_dtype = args[0], args[3], args[9]
+def _scaled_mm_fake(
+    a: Tensor,
+    a_scale: Tensor,
+    a_amax: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    b_amax: Tensor,
+    a_scheme: str,
+    b_scheme: str,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    split_accumulator: bool,
+    parts: int = 1,
+) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
 
 
@@ -150,23 +160,36 @@ def _native(a_scheme: Scheme, b_scheme: Scheme, device: torch.device) -> bool:
     return a_scheme.block == (1, 128) and b_scheme.kind == "block" and capability == (9, 0) and only_e4m3
 
 
-def _align(x: Tensor) -> Tensor:
+def align(x: Tensor) -> Tensor:
     """Pads rows of bytes [r, k] so that k is a multiple of 16; zero bytes are zeros in every format."""
     missing = -x.shape[1] % ALIGNMENT
     return pad(x, (0, missing)) if missing else x
 
 
-def _scaled_mm_cuda(*args: Any) -> Tensor:
-    """Arguments as `_scaled_mm`."""
-    a, a_scale, _, b, b_scale, _, a_scheme, b_scheme, bias, out_dtype, split = args[:11]
+def _scaled_mm_cuda(
+    a: Tensor,
+    a_scale: Tensor,
+    a_amax: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    b_amax: Tensor,
+    a_scheme: str,
+    b_scheme: str,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    split_accumulator: bool,
+    parts: int = 1,
+) -> Tensor:
     sa, sb = Scheme.parse(a_scheme), Scheme.parse(b_scheme)
     m, n, k = a.shape[0], b.shape[0], a.shape[1]
     empty = m == 0 or n == 0 or k == 0
     ragged = sa.kind == "block" and (m % 8 or n % 8 or k % 128 or _finer(b, b_scale, sb))
     if empty or ragged or not _native(sa, sb, a.device):
-        return _scaled_mm(*args)
+        return _scaled_mm(
+            a, a_scale, a_amax, b, b_scale, b_amax, a_scheme, b_scheme, bias, out_dtype, split_accumulator, parts
+        )
     if sa.kind == "tensor":
-        return _cublas_tensorwise(a, a_scale, b, b_scale, sa, sb, bias, out_dtype, split)
+        return _cublas_tensorwise(a, a_scale, b, b_scale, sa, sb, bias, out_dtype, split_accumulator)
     return _cublas_blockwise(a, a_scale, b, b_scale, sa, sb, bias, out_dtype)
 
 
@@ -182,13 +205,13 @@ def _cublas_tensorwise(
     split: bool,
 ) -> Tensor:
     n = b.shape[0]
-    a8, b8 = _align(a), _align(b)
+    a8, b8 = align(a), align(b)
     if n % ALIGNMENT:
         b8 = pad(b8, (0, 0, 0, -n % ALIGNMENT))
     fusable = bias is None or (out_dtype == bias.dtype and out_dtype != torch.float32 and n % ALIGNMENT == 0)
     out = functional.scaled_mm(
-        _typed(a8, sa),
-        _typed(b8, sb).t(),
+        typed(a8, sa),
+        typed(b8, sb).t(),
         a_scale,
         ScalingType.TensorWise,
         b_scale,
@@ -216,8 +239,8 @@ def _cublas_blockwise(
 ) -> Tensor:
     assert sa.block is not None and sb.block is not None
     out = functional.scaled_mm(
-        _typed(a, sa),
-        _typed(b, sb).t(),
+        typed(a, sa),
+        typed(b, sb).t(),
         _cublas_scale(a_scale, sa),
         _BLOCK_TYPES[sa.block],
         _cublas_scale(b_scale, sb),
@@ -237,7 +260,8 @@ def _cublas_scale(scale: Tensor, scheme: Scheme) -> Tensor:
     return pad(scale, (0, -scale.shape[1] % 4)).t()
 
 
-def _typed(data: Tensor, scheme: Scheme) -> Tensor:
+def typed(data: Tensor, scheme: Scheme) -> Tensor:
+    """Bytes as torch's dtype of the element format."""
     assert scheme.element.dtype is not None
     return data.view(scheme.element.dtype)
 

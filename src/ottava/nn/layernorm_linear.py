@@ -144,7 +144,7 @@ class LayerNormLinear(QuantizedModule):
         chain, scale = self.prepare([stage])
         tensors = self.stage_tensors(
             chain, 0, weight, None if self.return_bias else bias, scale, is_first_microbatch,
-            self.parameter("layer_norm_weight", 0), self.parameter("layer_norm_bias", 0), x.dtype,
+            self.input_parameter("layer_norm_weight"), self.input_parameter("layer_norm_bias"), x.dtype,
         )  # fmt: skip
         accumulate = self.accumulator(self.weight_names)
         out = run_chain(

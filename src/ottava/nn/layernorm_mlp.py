@@ -26,6 +26,7 @@ class LayerNormMLP(QuantizedModule):
         (torch.Size([4, 128]), torch.Size([1024, 128]))
     """
 
+    stage_names = ("", "fc2.")
     layer_norm_weight: torch.nn.Parameter
     layer_norm_bias: torch.nn.Parameter | None
     fc1_weight: torch.nn.Parameter
@@ -183,9 +184,9 @@ class LayerNormMLP(QuantizedModule):
         )
         fc1 = self.stage_tensors(
             chain, 0, fc1_weight, self._fc1_bias(), scale, is_first_microbatch,
-            self.parameter("layer_norm_weight", 0), self.parameter("layer_norm_bias", 0), x.dtype,
+            self.input_parameter("layer_norm_weight"), self.input_parameter("layer_norm_bias"), x.dtype,
         )  # fmt: skip
-        bias = self.parameter("fc2_bias", 1)
+        bias = self.output_parameter("fc2_bias", 1)
         fc2_bias = None if self.return_bias else bias
         fc2 = self.stage_tensors(chain, 1, fc2_weight, fc2_bias, scale, is_first_microbatch, dtype=x.dtype)
         accumulators = (

@@ -363,7 +363,7 @@ def state_entries(name: str, parameter: Any) -> dict[str, Tensor]:
     }
     if scheme.needs_tensor_amax:
         entries[f"{name}_amax"] = memory.group.amax
-    if scheme.block is None:
+    if scheme.per_tensor:
         entries[f"{name}_scale_inv"] = memory.group.scale_inv
         return entries
     entries[f"{name}_scale_inv"] = _scale_entry(parameter, memory, ROWWISE)

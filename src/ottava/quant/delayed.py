@@ -26,11 +26,6 @@ _BY_ID: weakref.WeakValueDictionary[int, DelayedState] = weakref.WeakValueDictio
 _PENDING: dict[int, list[DelayedState]] = defaultdict(list)  # backward pass -> states it has recorded into
 
 
-def uses_delayed_scaling(recipe: Any) -> bool:
-    """Whether scales come from a history that modules keep."""
-    return isinstance(recipe, DelayedScaling)
-
-
 class ScalingView:
     """What TransformerEngine calls `fp8_meta["scaling_fwd"]`: the live scale and amax history."""
 
