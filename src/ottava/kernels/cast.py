@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ottava.kernels.fixed_order import sum_rows
+from ottava.kernels.fixed_order import matmul, sum_rows
 from ottava.kernels.registry import define
 from ottava.quant.formats import E2M1_VALUES, NAN_BYTE, Element, e8m0_to_float
 from ottava.quant.scaling import amax_of, e8m0_from_amax, scale_from_amax
@@ -153,7 +153,7 @@ def hadamard16(x: Tensor) -> Tensor:
     for _ in range(4):
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)], 0)
     matrix = torch.tensor(_HADAMARD_SIGNS, device=x.device, dtype=torch.float32)[:, None] * h / 4.0
-    return (x.float().reshape(-1, 16) @ matrix).reshape(x.shape)
+    return matmul(x.float().reshape(-1, 16), matrix).reshape(x.shape)
 
 
 def quantize_direction(
