@@ -126,9 +126,9 @@ class DotProductAttention(torch.nn.Module):
         self.softmax_type = masks.one_of("softmax_type", softmax_type, SOFTMAX_TYPES)
         self.name = name
         # "off-by-one" is a sink with logit 0: a constant, so it is not part of the state dict.
-        offset = (
-            None if softmax_type == "vanilla" else torch.zeros(self.heads_per_partition, device=default_device(device))
-        )
+        offset = None
+        if softmax_type != "vanilla":
+            offset = torch.zeros(self.heads_per_partition, device=default_device(device), dtype=torch.float32)
         if softmax_type == "learnable":
             assert offset is not None
             self.softmax_offset = torch.nn.Parameter(offset)

@@ -56,12 +56,14 @@ class DelayedState(nn.Module):
         super().__init__()
         self.stages = stages
         forward, backward = FORWARD_COLUMNS * stages, BACKWARD_COLUMNS * stages
-        self.register_buffer("fwd_scale", torch.ones(forward, device=device))
-        self.register_buffer("fwd_amax_history", torch.zeros(HISTORY_ROWS, forward, device=device))
-        self.register_buffer("bwd_scale", torch.ones(backward, device=device))
-        self.register_buffer("bwd_amax_history", torch.zeros(HISTORY_ROWS, backward, device=device))
+        # float32 by name: who loads a model in bf16 has set torch's default dtype to that.
+        kind: dict[str, Any] = {"device": device, "dtype": torch.float32}
+        self.register_buffer("fwd_scale", torch.ones(forward, **kind))
+        self.register_buffer("fwd_amax_history", torch.zeros(HISTORY_ROWS, forward, **kind))
+        self.register_buffer("bwd_scale", torch.ones(backward, **kind))
+        self.register_buffer("bwd_amax_history", torch.zeros(HISTORY_ROWS, backward, **kind))
         # The scale that the last recorded forward used, for a recomputation that runs after the update.
-        self.register_buffer("previous_fwd_scale", torch.ones(forward, device=device), persistent=False)
+        self.register_buffer("previous_fwd_scale", torch.ones(forward, **kind), persistent=False)
         self.used = False
         self.recipe: DelayedScaling | None = None
         self.group: Any = None
