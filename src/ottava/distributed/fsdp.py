@@ -34,9 +34,9 @@ from ottava.distributed.recompute import layers_of
 from ottava.distributed.sharded_weight import ShardedWeight
 from ottava.distributed.stored_shard import StoredShard
 from ottava.distributed.wire_copy import Joint, WireCopy, renew_copies
-from ottava.kernels.registry import say_once
 from ottava.nn import GroupedLinear, LayerNormMLP
 from ottava.nn.base import QuantizedModule, feature_multiple
+from ottava.notices import warn_once
 from ottava.quant.delayed import DelayedState
 from ottava.quant.scheme import Scheme
 from ottava.quant.state import CURRENT
@@ -168,7 +168,7 @@ def _before_forward(model: nn.Module, args: Any) -> None:
                 raise
             # The modules quantize what was gathered in high precision.
             wire.refused = wanted
-            say_once(f"ottava: weights travel in high precision. {error}")
+            warn_once(f"ottava: weights travel in high precision. {error}")
             return
         refresh(model)
     elif wire.recipe is not None and wire.made_at != _STEPS[0]:

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ottava.kernels.attention import attention
-from ottava.kernels.registry import say_once
 from ottava.nn import attention_mask as masks
 from ottava.nn.base import default_device
 from ottava.nn.random_replay import own_stream, replayed
 from ottava.nn.strategy import Layout, backend, local
+from ottava.notices import warn_once
 
 FORMATS = ("sbhd", "bshd", "thd")
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
@@ -394,7 +394,7 @@ class DotProductAttention(torch.nn.Module):
         """The user's own mask, bool, True for masked out."""
         if mask_type != "arbitrary":
             if attention_mask is not None and "padding" not in mask_type and not torch.compiler.is_compiling():
-                say_once(
+                warn_once(
                     f"ottava: attention_mask has no effect with attn_mask_type {mask_type!r}, only with padding or 'arbitrary'."
                 )
             return None
