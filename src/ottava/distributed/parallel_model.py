@@ -1,6 +1,7 @@
 """`parallelize`: a model of whole layers becomes one that trains on all ranks, as a `ParallelPlan` says.
 
     check            do plan, machine and ranks agree                       topology.py, agreement.py
+    random streams   dropout masks that tensor-parallel ranks must not share  random.use_tracker
     split            parameters over tensor-parallel ranks                  tensor_parallel.split_tensors
     recompute        what is kept for backward                              recompute.apply_recompute
     shard            weights over data-parallel ranks, blocks then root     fsdp.shard_model, fsdp1.shard_model_fsdp1, fsdp1.ddp
@@ -25,6 +26,7 @@ from ottava.distributed.agreement import check_agreement
 from ottava.distributed.fsdp import refresh, shard_model
 from ottava.distributed.fsdp1 import ddp, shard_model_fsdp1
 from ottava.distributed.plan import Meshes, ParallelPlan
+from ottava.distributed.random import CudaRNGStatesTracker, seed_tracker, use_tracker
 from ottava.distributed.recompute import apply_recompute, layers_of
 from ottava.distributed.tensor_parallel import split_tensors
 from ottava.distributed.topology import Machine, check_model, check_topology, enforce
@@ -32,9 +34,10 @@ from ottava.distributed.whole import show_whole
 from ottava.nn.initialize import materialize_
 from ottava.recipe import Recipe
 
-__all__ = ["meshes_of", "parallelize", "prefetch_blocks"]
+__all__ = ["meshes_of", "parallelize", "prefetch_blocks", "tracker_of"]
 
 _MESHES: weakref.WeakKeyDictionary[nn.Module, Meshes] = weakref.WeakKeyDictionary()
+_TRACKERS: weakref.WeakKeyDictionary[nn.Module, CudaRNGStatesTracker] = weakref.WeakKeyDictionary()
 
 
 def parallelize(
@@ -56,7 +59,8 @@ def parallelize(
     recipe: the recipe of the `autocast` that the model will train under, if it is to be checked now. FSDP2 gathers weights as FP8
         bytes, made from the float32 parameters once a step; without a recipe here, from the first forward inside `autocast` on.
     blocks: the modules that are sharded, prefetched and recomputed one at a time; by default the `TransformerLayer`s.
-    seed: of the first values of a model on the meta device, which are the same on every mesh.
+    seed: of the first values of a model on the meta device, which are the same on every mesh; and of dropout where tensor-parallel
+        ranks hold different heads or tokens (`tracker_of`). Elsewhere dropout draws from torch's default stream.
     config: what else all ranks must agree on. machine: `Machine.detect()` if not given.
 
         >>> plan = ParallelPlan(dp_shard=-1, tp=2)
@@ -80,7 +84,10 @@ def parallelize(
     device = torch.device(meshes.root.device_type)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
+    tracker = CudaRNGStatesTracker()
+    seed_tracker(tracker, seed, meshes.tp.get_local_rank(), meshes.dp_rank)
     if plan.tp > 1:
+        use_tracker(model, tracker)
         split_tensors(model, meshes.tp, meshes.weight, sequence_parallel=plan.sequence_parallel, overlap=plan.overlap)
     apply_recompute(model, plan.recompute, chosen or None)
     wrapped = model
@@ -102,7 +109,7 @@ def parallelize(
         materialize_(model, seed, device)
     enforce(check_model(wrapped))
     show_whole(wrapped)
-    _MESHES[wrapped] = meshes
+    _MESHES[wrapped], _TRACKERS[wrapped] = meshes, tracker
     return wrapped
 
 
@@ -114,6 +121,16 @@ def meshes_of(model: nn.Module) -> Meshes:
     if model not in _MESHES:
         raise ValueError(f"This {type(model).__name__} was not returned by parallelize.")
     return _MESHES[model]
+
+
+def tracker_of(model: nn.Module) -> CudaRNGStatesTracker:
+    """The random streams that `parallelize` gave to dropout of tensor-parallel ranks. They belong into a checkpoint.
+
+    >>> state = model_state(model, optimizer, tracker=tracker_of(model))
+    """
+    if model not in _TRACKERS:
+        raise ValueError(f"This {type(model).__name__} was not returned by parallelize.")
+    return _TRACKERS[model]
 
 
 def prefetch_blocks(blocks: Iterable[nn.Module], count: int) -> None:
