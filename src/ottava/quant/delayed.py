@@ -51,6 +51,8 @@ class DelayedState(nn.Module):
     bwd_scale: Tensor
     bwd_amax_history: Tensor
     previous_fwd_scale: Tensor
+    recorded: bool = False
+    """Whether a forward pass has recorded into it since the last update."""
 
     def __init__(self, stages: int, device: torch.device | str | None = None) -> None:
         super().__init__()
@@ -75,7 +77,7 @@ class DelayedState(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Process groups are handles of this process. The next forward sets `group` again; who copies a model wraps it anew.
-        return {**self.__dict__, "group": None, "data_groups": ()}
+        return {**self.__dict__, "group": None, "data_groups": (), "recorded": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -97,6 +99,7 @@ class DelayedState(nn.Module):
 
     def forget_this_step(self) -> None:
         """Drops what the forward pass has recorded since the last update."""
+        self.recorded = False
         self.fwd_amax_history[0].zero_()
 
     def reset(self) -> None:
@@ -122,6 +125,7 @@ class DelayedState(nn.Module):
         self._fit(recipe.amax_history_len)
         self.recipe, self.group = recipe, group
         self.used = True
+        self.recorded = True
         if CURRENT.depth == 0 and not torch.compiler.is_compiling():  # a reentrant checkpoint: no `autocast` will exit
             torch_private.at_end_of_backward(lambda: update_forward([self]))
         else:
@@ -145,7 +149,7 @@ class DelayedState(nn.Module):
 
     def scale_of_first_forward(self) -> Tensor:
         """The forward scale that a recomputation must use: that of before the update, if there has been one since."""
-        return self.fwd_scale if any(s is self for s in CURRENT.touched) else self.previous_fwd_scale
+        return self.fwd_scale if self.recorded else self.previous_fwd_scale
 
     # ---------------------------------------------------------------------------------------------------- saving, loading
 
@@ -178,6 +182,8 @@ def _next_id() -> int:
 
 def update_forward(states: list[DelayedState]) -> None:
     """Reduces what the forward pass recorded and computes the next scales."""
+    for state in states:
+        state.recorded = False
     _update(_unique(states), forward=True)
 
 
