@@ -32,6 +32,7 @@ from ottava.distributed.tensor_parallel import split_tensors
 from ottava.distributed.topology import Machine, check_model, check_topology, enforce
 from ottava.distributed.whole import show_whole
 from ottava.nn.initialize import materialize_
+from ottava.quant.delayed import DelayedState
 from ottava.recipe import Recipe
 
 __all__ = ["meshes_of", "parallelize", "prefetch_blocks", "tracker_of"]
@@ -107,6 +108,10 @@ def parallelize(
             refresh(model)
     else:
         materialize_(model, seed, device)
+    for module in wrapped.modules():
+        # The mesh of a plan is all ranks, and every rank runs every module.
+        if isinstance(module, DelayedState) and not module.data_groups:
+            module.data_groups = (dist.group.WORLD,)
     enforce(check_model(wrapped))
     show_whole(wrapped)
     _MESHES[wrapped], _TRACKERS[wrapped] = meshes, tracker

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ottava import torch_private
 from ottava.nn.options import OverlapOptions, ParallelOptions
 from ottava.nn.strategy import REPLICATED, Layout, Strategy, backend, local
+from ottava.quant.delayed import Groups
 
 
 class ParallelModule(nn.Module):
@@ -62,6 +64,21 @@ class ParallelModule(nn.Module):
         self._strategies = tuple(
             None if mode is None else backend().strategy(mode, tp_group, spread, bulk) for mode in self.modes
         )
+        self._share_statistics(None)
+
+    def _share_statistics(self, tp_mesh: Any) -> None:
+        """Delayed scaling learns which ranks run this module: those of `weight_mesh`, of the mesh that `tp_mesh` is a dimension of, or,
+        of a tensor-parallel group alone, at least its."""
+        delayed = getattr(self, "delayed", None)
+        if delayed is None:
+            return
+        if self.weight_mesh is not None:
+            delayed.own_groups = Groups((backend().group_of(self.weight_mesh),))
+        elif tp_mesh is not None:
+            delayed.own_groups = Groups(torch_private.root_mesh(tp_mesh).get_all_groups())
+        elif self.parallel.group is not None:
+            delayed.own_groups = Groups((self.parallel.group,))
+            delayed.own_groups.partial = True
 
     def set_device_mesh(self, tp_mesh: Any = None, weight_mesh: Any = None) -> None:
         """Spreads the parameters over meshes, before `fully_shard` or a checkpoint looks at them.
@@ -75,6 +92,7 @@ class ParallelModule(nn.Module):
         """
         self.weight_mesh = weight_mesh if weight_mesh is not None else self.weight_mesh
         if tp_mesh is None:
+            self._share_statistics(None)
             return
         group, size = backend().group_of(tp_mesh), tp_mesh.size()
         if self.parallel.sequence_parallel and size > 1 and not any(self.modes):
@@ -96,6 +114,7 @@ class ParallelModule(nn.Module):
             self.parallel.size = size
             self.divide_features(size)
         self.set_tensor_parallel_group(group)
+        self._share_statistics(tp_mesh)
 
     def divide_features(self, size: int) -> None:
         """Adapts the sizes that the module checks its input against, after its parameters have been cut for `size` ranks."""
