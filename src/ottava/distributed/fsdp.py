@@ -30,9 +30,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ottava import torch_private
 from ottava.distributed.collectives import FixedOrderReduceScatter
 from ottava.distributed.recompute import layers_of
-from ottava.kernels.registry import say_once
 from ottava.nn.base import QuantizedModule
 from ottava.nn.strategy import like_dtensor
+from ottava.notices import warn_once
 from ottava.quant.quantization import Quantization
 from ottava.quant.scheme import Scheme, weight_scheme
 from ottava.quant.state import CURRENT
@@ -165,7 +165,7 @@ def _before_forward(model: nn.Module, args: Any) -> None:
                 raise
             # The modules quantize what was gathered in high precision.
             wire.refused = wanted
-            say_once(f"ottava: weights travel in high precision. {error}")
+            warn_once(f"ottava: weights travel in high precision. {error}")
             return
         refresh(model)
     elif wire.recipe is not None and wire.made_at != _STEPS[0]:

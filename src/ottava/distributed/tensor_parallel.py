@@ -17,12 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ottava import torch_private
 from ottava.distributed import collectives
-from ottava.nn import MultiheadAttention
+from ottava.nn import DotProductAttention, MultiheadAttention, TransformerLayer
 from ottava.nn import strategy as nn_strategy
 from ottava.nn.base import QuantizedModule
 from ottava.nn.operand import Operand, token_dims
 from ottava.nn.options import ParallelOptions
 from ottava.nn.strategy import ALONE, Layout, Multiply, MultiplyAdd, Operands, Strategy, add_by_group
+from ottava.notices import warn_once
 from ottava.quant.weight import Weight
 
 __all__ = ["Column", "Row", "split_tensors"]
@@ -258,6 +259,7 @@ def split_tensors(
                 bulk = overlap != "none"
                 module.overlap = replace(module.overlap, bulk_dgrad=bulk, bulk_wgrad=bulk)
     _split_below(model, tp_mesh, weight_mesh, "", {})
+    _warn_of_shared_masks(model, tp_mesh)
     return model
 
 
@@ -266,6 +268,24 @@ def set_parallel_modes(model: nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, "set_parallel_mode"):
             module.set_parallel_mode()  # type: ignore[operator]
+
+
+def _warn_of_shared_masks(model: nn.Module, tp_mesh: DeviceMesh) -> None:
+    """Dropout that would draw the same mask for different heads or tokens of the ranks."""
+    if (
+        tp_mesh.size() == 1 or torch.distributed.get_backend(tp_mesh.get_group()) == "fake"
+    ):  # "fake": memory is estimated
+        return
+    for module in model.modules():
+        heads = isinstance(module, DotProductAttention) and module.attention_dropout > 0.0
+        tokens = isinstance(module, TransformerLayer) and module.hidden_dropout > 0.0 and module.sequence_parallel
+        if (heads or tokens) and module.get_rng_state_tracker is None:
+            warn_once(
+                f"ottava: {type(module).__name__} of {type(model).__name__} has dropout and no get_rng_state_tracker: tensor-parallel "
+                "ranks would drop the same places of different heads and tokens. Call use_tracker(model, model_parallel_seed(seed, "
+                "tp_rank, dp_rank)) before split_tensors."
+            )
+            return
 
 
 def _split_below(

@@ -66,6 +66,7 @@ def _direction_by_tensor(
     x: Tensor, scheme: Scheme, scale: Tensor | None, amax: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     amax = amax_of(x) if amax is None else amax.clone()
+    check_scale(scale)
     if scale is None:
         scale = scale_from_amax(amax, scheme.element.max, scheme.epsilon, scheme.power_of_two)
     data = to_fp8_bytes(x.float() * scale, scheme.element)
@@ -149,7 +150,7 @@ _HADAMARD_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 def hadamard16(x: Tensor) -> Tensor:
     """Rotates groups of 16 along the last dimension by an orthonormal matrix, in float32. Length must be a multiple of 16."""
-    h = torch.ones(1, 1, device=x.device)
+    h = torch.ones(1, 1, device=x.device, dtype=torch.float32)
     for _ in range(4):
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)], 0)
     matrix = torch.tensor(_HADAMARD_SIGNS, device=x.device, dtype=torch.float32)[:, None] * h / 4.0
@@ -269,6 +270,14 @@ def fake_buffers(x: Tensor, m: int, k: int, scheme: Scheme, rowwise: bool, colum
 
 # `Buffers` as an op's schema can say it: schemas know plain tuples only.
 BufferTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def check_scale(scale: Tensor | None) -> None:
+    """A given scale is float32 [1]: the kernels are compiled for that, and a rounded one would give other bytes."""
+    if scale is not None and (scale.dtype is not torch.float32 or scale.numel() != 1):
+        raise ValueError(
+            f"A scale must be one float32 number, got {scale.dtype} of shape {tuple(scale.shape)}: pass scale.float().reshape(1)."
+        )
 
 
 def _quantize(

@@ -14,9 +14,11 @@ from torch.nn.functional import ScalingType, pad
 
 from ottava.kernels.cast import expand_scale, nvfp4_tensor_scale, unpack
 from ottava.kernels.fixed_order import matmul
-from ottava.kernels.registry import define, say_once
+from ottava.kernels.registry import define, has_triton
+from ottava.notices import leads, warn_once
 from ottava.quant.formats import e8m0_to_float
 from ottava.quant.scheme import Scheme
+from ottava.recipe import Recipe
 
 ALIGNMENT = 16  # bytes: cuBLASLt's FP8 products want every row of an operand to start on such a boundary
 
@@ -102,7 +104,7 @@ def _exact_product(a32: Tensor, b32: Tensor, parts: int) -> Tensor:
     return matmul(a32, b32.t(), parts)
 
 
-_KIND_NAMES = {"tensor": "per-tensor FP8", "block": "128-block FP8", "mx": "MXFP8", "nvfp4": "NVFP4"}
+CPU_NOTICE = "ottava: on a CPU, FP8 products run by exact emulation in float32: the numbers are those of the recipe, the speed is not."
 
 
 def _scaled_mm(
@@ -124,7 +126,10 @@ def _scaled_mm(
     parts: of the contraction, for the order of its sum (`fixed_order.matmul`).
     """
     sa, sb = Scheme.parse(a_scheme), Scheme.parse(b_scheme)
-    say_once(f"ottava: {_KIND_NAMES[sa.kind]} products run by exact emulation on {a.device.type}.")
+    if a.is_cuda and not has_triton():
+        _warn_of_emulation(sa, a.device, "Triton cannot be imported")
+    elif not a.is_cuda and leads():
+        warn_once(CPU_NOTICE)
     out = _emulate(a, a_scale, a_amax, b, b_scale, b_amax, sa, sb, parts)
     if bias is not None:
         out = out + bias.float()
@@ -151,13 +156,45 @@ def _scaled_mm_fake(
 # ------------------------------------------------------------------------------------------------------------------ CUDA
 
 
-def _native(a_scheme: Scheme, b_scheme: Scheme, device: torch.device) -> bool:
-    """Whether cuBLASLt multiplies these two on this device."""
-    capability = torch.cuda.get_device_capability(device)
+_KIND_NAMES = {"tensor": "per-tensor FP8", "block": "128-block FP8", "mx": "MXFP8", "nvfp4": "NVFP4"}
+
+
+def emulated_because(a_scheme: Scheme, b_scheme: Scheme, capability: tuple[int, int]) -> str | None:
+    """Why a GPU of this compute capability does not multiply the two through cuBLASLt here; None if it does.
+
+    >>> emulated_because(Scheme.parse("e4m3:1x32"), Scheme.parse("e4m3:1x32"), (10, 0))
+    'Ottava has no native MXFP8 product'
+    """
     if a_scheme.kind == "tensor":
-        return capability >= (8, 9) and not ("e5m2" == a_scheme.format == b_scheme.format)
-    only_e4m3 = "e4m3" == a_scheme.format == b_scheme.format
-    return a_scheme.block == (1, 128) and b_scheme.kind == "block" and capability == (9, 0) and only_e4m3
+        if capability < (8, 9):
+            return "native per-tensor FP8 products need compute capability 8.9"
+        both_e5m2 = "e5m2" == a_scheme.format == b_scheme.format
+        return "cuBLASLt does not multiply E5M2 by E5M2" if both_e5m2 else None
+    if a_scheme.kind != "block" or b_scheme.kind != "block":
+        return f"Ottava has no native {_KIND_NAMES[a_scheme.kind]} product"
+    if capability != (9, 0):
+        return "native 128-block FP8 products need compute capability 9.0, and no later one"
+    if a_scheme.block != (1, 128):
+        return "cuBLASLt takes 128x128 blocks as the second operand only"
+    return None if "e4m3" == a_scheme.format == b_scheme.format else "cuBLASLt multiplies 128-blocks of E4M3 only"
+
+
+def recipe_emulated_because(recipe: Recipe, capability: tuple[int, int]) -> str | None:
+    """`emulated_because`, of the three products of a training step by `recipe`.
+
+    >>> recipe_emulated_because(Float8CurrentScaling(), (9, 0))
+    """
+    x, weight, grad = (Scheme.of(recipe, role) for role in ("input", "weight", "grad"))
+    reasons = (emulated_because(*pair, capability) for pair in ((x, weight), (grad, weight), (grad, x)))
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _warn_of_emulation(a_scheme: Scheme, device: torch.device, why: str) -> None:
+    major, minor = torch.cuda.get_device_capability(device)
+    warn_once(
+        f"ottava: {_KIND_NAMES[a_scheme.kind]} products run by exact emulation on {torch.cuda.get_device_name(device)} (compute "
+        f"capability {major}.{minor}), slower than bf16 ones: {why}."
+    )
 
 
 def align(x: Tensor) -> Tensor:
@@ -182,12 +219,17 @@ def _scaled_mm_cuda(
 ) -> Tensor:
     sa, sb = Scheme.parse(a_scheme), Scheme.parse(b_scheme)
     m, n, k = a.shape[0], b.shape[0], a.shape[1]
-    empty = m == 0 or n == 0 or k == 0
-    ragged = sa.kind == "block" and (m % 8 or n % 8 or k % 128 or _finer(b, b_scale, sb))
-    if empty or ragged or not _native(sa, sb, a.device):
-        return _scaled_mm(
-            a, a_scale, a_amax, b, b_scale, b_amax, a_scheme, b_scheme, bias, out_dtype, split_accumulator, parts
-        )
+    same = (a, a_scale, a_amax, b, b_scale, b_amax, a_scheme, b_scheme, bias, out_dtype, split_accumulator, parts)
+    if m == 0 or n == 0 or k == 0:
+        return _scaled_mm(*same)
+    why = emulated_because(sa, sb, torch.cuda.get_device_capability(a.device))
+    if why is None and sa.kind == "block" and (m % 8 or n % 8 or k % 128):
+        why = "cuBLASLt wants rows of both operands in multiples of 8, and a contraction in multiples of 128"
+    if why is None and _finer(b, b_scale, sb):
+        why = "a border between tensor-parallel ranks runs through blocks of 128"
+    if why is not None:
+        _warn_of_emulation(sa, a.device, why)
+        return _scaled_mm(*same)
     if sa.kind == "tensor":
         return _cublas_tensorwise(a, a_scale, b, b_scale, sa, sb, bias, out_dtype, split_accumulator)
     return _cublas_blockwise(a, a_scale, b, b_scale, sa, sb, bias, out_dtype)

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ottava.kernels import activation as activations
-from ottava.kernels.cast import Buffers, reference_buffers
+from ottava.kernels.cast import Buffers, check_scale, reference_buffers
 from ottava.kernels.launch import Launcher
 from ottava.kernels.tile_kernel import tile_kernel
 from ottava.quant.scheme import Scheme
@@ -226,6 +226,7 @@ def quantize(
     sums: Tensor | None = None,
 ) -> Buffers:
     """The produced values, quantized; same bytes as the reference. `sums`: float32 [width], receives the sum over rows."""
+    check_scale(scale)
     producer.x = x = _rows_contiguous(producer.x)
     m, width = x.shape[0], producer.width
     if m == 0 or width == 0:

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ottava import torch_private
 from ottava.nn.options import OverlapOptions, ParallelOptions
 from ottava.nn.strategy import ALONE, REPLICATED, Layout, Strategy, backend, local
+from ottava.quant.delayed import Groups
 
 
 class ParallelModule(nn.Module):
@@ -64,6 +66,19 @@ class ParallelModule(nn.Module):
         self._strategies = tuple(
             ALONE if mode is None else backend().strategy(mode, tp_group, spread, bulk) for mode in self.modes
         )
+        self._share_statistics(None)
+
+    def _share_statistics(self, tp_mesh: Any) -> None:
+        """Delayed scaling learns which ranks run this module: those of the mesh that `tp_mesh` or `weight_mesh` is a dimension of, or, of
+        a tensor-parallel group alone, at least its."""
+        delayed, mesh = getattr(self, "delayed", None), tp_mesh if tp_mesh is not None else self.weight_mesh
+        if delayed is None:
+            return
+        if mesh is not None:
+            delayed.own_groups = Groups(torch_private.root_mesh(mesh).get_all_groups())
+        elif self.parallel.group is not None:
+            delayed.own_groups = Groups((self.parallel.group,))
+            delayed.own_groups.partial = True
 
     def set_device_mesh(self, tp_mesh: Any = None, weight_mesh: Any = None) -> None:
         """Spreads the parameters over meshes, before `fully_shard` or a checkpoint looks at them.
@@ -77,6 +92,7 @@ class ParallelModule(nn.Module):
         """
         self.weight_mesh = weight_mesh if weight_mesh is not None else self.weight_mesh
         if tp_mesh is None:
+            self._share_statistics(None)
             return
         group, size = backend().group_of(tp_mesh), tp_mesh.size()
         if self.parallel.sequence_parallel and size > 1 and not any(self.modes):
@@ -99,6 +115,7 @@ class ParallelModule(nn.Module):
             self.parallel.size = size
             self.divide_features(size)
         self.set_tensor_parallel_group(group)
+        self._share_statistics(tp_mesh)
 
     def join_ranks(self) -> None:
         """Weights that ranks have made for themselves become parts of one."""
