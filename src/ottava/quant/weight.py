@@ -119,7 +119,7 @@ class Weight(QuantizedTensor):
         memory.gathers_both = (
             True  # who calls `fully_shard` does not say whether weights are freed between forward and backward
         )
-        return cls(memory, State.WHOLE, tuple(shape), dtype, device)
+        return cls(memory, State.WHOLE, tuple(shape), dtype, memory.data[ROWWISE].device)
 
     @classmethod
     def mastered(cls, name: str, master: Tensor) -> Weight:

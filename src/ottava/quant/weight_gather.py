@@ -208,7 +208,8 @@ def _transpose_into(target: Tensor, source: Tensor, scheme: Any) -> None:
 def _fill_scales(memory: WeightMemory, parts: dict[str, Tensor], outputs: Sequence[Tensor], direction: str) -> None:
     """Scales that travelled are unpacked; those that every rank has are cut to the unit."""
     box = memory.place.box(Extent.UNIT)
-    travelled = outputs[-1].view(memory.place.world, -1) if len(outputs) > (2 if direction == BOTH else 1) else None
+    ranks = outputs[0].shape[0] // max(memory.place.padded, 1)  # also those that have no rows
+    travelled = outputs[-1].view(ranks, -1) if len(outputs) > (2 if direction == BOTH else 1) else None
     at = 0
     for each in memory.directions:
         name = f"{each}_scale_inv"
