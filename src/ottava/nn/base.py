@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -77,6 +77,14 @@ def quantized_stage(stage: Stage, quantization: Quantization, gated_backward: bo
     )
 
 
+class _KeptChain(NamedTuple):
+    """The chain of a module's last forward, and what it was made from."""
+
+    recipe: Recipe | None
+    key: tuple
+    chain: Chain
+
+
 class QuantizedModule(weights.WeightModule, ParallelModule):
     """Base of the modules that multiply by weights: `Linear`, `LayerNormLinear`, `LayerNormMLP`, `GroupedLinear`."""
 
@@ -102,7 +110,7 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
         self._remember_init()
         # With gradients and without: an evaluation between a forward and its recomputation must not change the latter.
         self._last_context: dict[bool, tuple[Recipe | None, bool, Any]] = {}
-        self._last_chain: tuple[tuple, Chain] | None = None
+        self._last_chain: _KeptChain | None = None
         self.wgrad_accumulation = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -148,19 +156,26 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
 
     def check_input(self, x: Tensor, features: int, weight: Tensor) -> Tensor:
         """Checks dtype, device and last dimension; returns x in the dtype of `torch.autocast` if that is on."""
-        who = type(self).__name__ if self.name is None else f"{type(self).__name__} {self.name!r}"
-        check_tensor(x, f"The input of {who}")
-        if x.shape[-1] != features:
-            raise ValueError(f"{who} expects a last dimension of {features}, got an input of shape {tuple(x.shape)}.")
-        if x.device != weight.device:
-            raise ValueError(
-                f"{who} is on {weight.device} but its input is on {x.device}: move the input with .to({str(weight.device)!r}), "
-                f"or the module with .to({str(x.device)!r})."
-            )
-        check_float(x, f"The input of {who}")
+        if not isinstance(x, Tensor) or x.shape[-1] != features or x.device != weight.device:
+            self._refuse_input(x, features, weight)
+        if x.dtype not in FLOAT_DTYPES:
+            check_float(x, f"The input of {self._who()}")
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         return x
+
+    def _who(self) -> str:
+        return type(self).__name__ if self.name is None else f"{type(self).__name__} {self.name!r}"
+
+    def _refuse_input(self, x: Any, features: int, weight: Tensor) -> None:
+        who = self._who()
+        check_tensor(x, f"The input of {who}")
+        if x.shape[-1] != features:
+            raise ValueError(f"{who} expects a last dimension of {features}, got an input of shape {tuple(x.shape)}.")
+        raise ValueError(
+            f"{who} is on {weight.device} but its input is on {x.device}: move the input with .to({str(weight.device)!r}), "
+            f"or the module with .to({str(x.device)!r})."
+        )
 
     def check_features(self, **sizes: int) -> None:
         """Raises if a feature dimension cannot be quantized by the recipe in force."""
@@ -176,22 +191,25 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
                     f"the next one is {math.ceil(size / multiple) * multiple}. Pad it, or run this module with autocast(enabled=False)."
                 )
 
-    def prepare(self, stages: list[Stage], groups: int = 1) -> tuple[Chain, Tensor | None]:
-        """Resolves `autocast` into a chain, and the forward scales where delayed scaling is on. groups: see `Chain`."""
+    def prepare(self, key: tuple, stages: Callable[[], list[Stage]]) -> tuple[Chain, Tensor | None]:
+        """Resolves `autocast` into a chain, and the forward scales where delayed scaling is on.
+
+        stages: makes the module's stages, for which `key` has everything that they are made from.
+        """
         recipe, calibrating, group = self._context()
         scale, record = None, False
         if recipe is not None and Quantization.of(recipe).delayed:
-            _check_shared_scales(Quantization.of(recipe), stages)
             scale, record = forward_scale(self.delayed)
             if record:
                 self.delayed.touch(recipe, group)  # type: ignore[arg-type]
         if torch.compiler.is_compiling():
-            return self._resolve(stages, recipe, calibrating, record, groups), scale
-        # Building the chain takes longer than launching a kernel: keep the last one.
-        key = (recipe, calibrating, record, *stages)
-        if self._last_chain is None or not _identical(self._last_chain[0], key):
-            self._last_chain = (key, self._resolve(stages, recipe, calibrating, record, groups))
-        return self._last_chain[1], scale
+            return self._resolve(stages(), recipe, calibrating, record), scale
+        # Building the chain takes longer than launching a kernel: keep the last one. Recipes are frozen: the same object is the same.
+        last = self._last_chain
+        if last is None or last.recipe is not recipe or last.key != (calibrating, record, key):
+            chain = self._resolve(stages(), recipe, calibrating, record)
+            last = self._last_chain = _KeptChain(recipe, (calibrating, record, key), chain)
+        return last.chain, scale
 
     def _context(self) -> tuple[Recipe | None, bool, Any]:
         """(recipe, calibrating, group) of the `autocast` in force.
@@ -209,16 +227,16 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
         self._last_context[torch.is_grad_enabled()] = now
         return now
 
-    def _resolve(
-        self, stages: list[Stage], recipe: Recipe | None, calibrating: bool, record: bool, groups: int
-    ) -> Chain:
-        if recipe is not None and not calibrating:
+    def _resolve(self, stages: list[Stage], recipe: Recipe | None, calibrating: bool, record: bool) -> Chain:
+        if recipe is not None:
             quantization = Quantization.of(recipe)
-            stages = [
-                quantized_stage(stage, quantization, gated)
-                for stage, gated in zip(stages, self._gated_stages, strict=True)
-            ]
-        return Chain(tuple(stages), record, calibrating and record, self.delayed.id, groups)
+            _check_shared_scales(quantization, stages)
+            if not calibrating:
+                stages = [
+                    quantized_stage(stage, quantization, gated)
+                    for stage, gated in zip(stages, self._gated_stages, strict=True)
+                ]
+        return Chain(tuple(stages), record, calibrating and record, self.delayed.id, self.groups)
 
     def state(self, scale: Tensor | None) -> DelayedTensors | None:
         """What `run_chain` takes as its state."""
@@ -358,11 +376,6 @@ def _check_shared_scales(quantization: Quantization, stages: list[Stage]) -> Non
             "DelayedScaling(reduce_amax=False) gives every rank scales of its own, but sequence_parallel=True gathers FP8 tokens of "
             "all tensor-parallel ranks into one tensor, with one scale: use reduce_amax=True."
         )
-
-
-def _identical(a: tuple, b: tuple) -> bool:
-    """Same length and the same objects, or equal stages; recipes are frozen, so the same object means the same recipe."""
-    return len(a) == len(b) and all(x is y or (isinstance(x, Stage) and x == y) for x, y in zip(a, b, strict=True))
 
 
 def _operands(q: QuantizedTensor) -> tuple[Tensor | None, ...]:

@@ -409,7 +409,7 @@ class _ChainFunction(torch.autograd.Function):
         state = DelayedTensors(fwd_scale, None, ctx.bwd_scale, ctx.bwd_history)
         all_saved, all_needs = unpack(Saved, flat, count), unpack(StageTensors, ctx.needs_input_grad[5:], count)
         found: list[StageGradients] = [StageGradients()] * count
-        grads = [Gradient(part) for part in _parts(dy.contiguous(), ctx.splits)]
+        grads = [Gradient(part) for part in _parts(dy if dy.is_contiguous() else dy.contiguous(), ctx.splits)]
         dx: Tensor | None = None
         for start in reversed(range(0, count, groups)):
             members = slice(start, start + groups)
@@ -434,6 +434,10 @@ class _ChainFunction(torch.autograd.Function):
             if dx is None:
                 found[members] = [StageGradients(None, None, w, b) for w, b in zip(dweight, dbias)]
                 break
+            if stage.norm is None and stage.activation is None:
+                found[members] = [StageGradients(None, None, w, b) for w, b in zip(dweight, dbias)]
+                grads = [Gradient(part) for part in _parts(dx, ctx.splits)] if start > 0 else []
+                continue
             dnorms = _parts(dnorm, ctx.splits) if dnorm is not None else [None] * groups
             grads = []
             for g, (dgrad, s) in enumerate(zip(_parts(dx, ctx.splits), saved)):
@@ -498,9 +502,7 @@ def _producer_backward(
             dgrad, s.h, s.gamma, s.mean, s.rstd, stage.norm.zero_centered, s.beta is not None
         )
         return _ProducerGradients(Gradient(dx), dgamma, dbeta if s.beta is not None else None)
-    if stage.activation is not None:
-        return _ProducerGradients(_activation_backward(chain, number, dgrad, s, state, needs_bias))
-    return _ProducerGradients(Gradient(dgrad))
+    return _ProducerGradients(_activation_backward(chain, number, dgrad, s, state, needs_bias))
 
 
 def _parts(x: Tensor, splits: tuple[int, ...] | None) -> list[Tensor]:
@@ -525,9 +527,13 @@ def run_chain(
 
     Returns [M, N], or ([M, N], norm output [M, K]) if the first stage returns it.
     """
-    flat = pack(stages)
-    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *flat))
-    return _ChainFunction.apply(chain, accumulators, splits, keep, x, *flat, *(state or DelayedTensors()))
+    keep = torch.is_grad_enabled() and (x.requires_grad or any(_trains(tensors) for tensors in stages))
+    return _ChainFunction.apply(chain, accumulators, splits, keep, x, *pack(stages), *(state or DelayedTensors()))
+
+
+def _trains(t: StageTensors) -> bool:
+    """Whether a parameter of the stage wants a gradient."""
+    return any(p is not None and p.requires_grad for p in (t.weight, t.bias, t.gamma, t.beta))
 
 
 def gated(activation: str) -> bool:

@@ -120,7 +120,8 @@ class GroupedLinear(QuantizedModule):
                 f"(sum {sum(m_splits)})."
             )
         self.check_features(in_features=self.in_features, out_features=self.out_features)
-        chain, scale = self.prepare([Stage(strategy=self.strategy())] * self.num_gemms, self.groups)
+        strategy = self.strategy()
+        chain, scale = self.prepare((strategy,), lambda: [Stage(strategy=strategy)] * self.num_gemms)
         biases = [self.parameter(f"bias{g}") if self.use_bias else None for g in range(self.num_gemms)]
         tensors = [
             self.stage_tensors(

@@ -121,9 +121,12 @@ class Linear(QuantizedModule):
             )
         weight = self.joined(self.weight_names)
         x = self.check_input(inp, self.in_features, weight)
-        bias = self.strategy().output_parameter(self.joined(self.bias_names)) if self.use_bias else None
+        strategy = self.strategy()
+        bias = strategy.output_parameter(self.joined(self.bias_names)) if self.use_bias else None
         self.check_features(in_features=self.in_features, out_features=self.out_features)
-        chain, scale = self.prepare([Stage(recompute=self.recompute, strategy=self.strategy())])
+        chain, scale = self.prepare(
+            (self.recompute, strategy), lambda: [Stage(recompute=self.recompute, strategy=strategy)]
+        )
         tensors = self.stage_tensors(
             chain, 0, weight, None if self.return_bias else bias, scale, is_first_microbatch, dtype=x.dtype
         )

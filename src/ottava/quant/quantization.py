@@ -37,6 +37,8 @@ class Quantization:
     split_wgrad: bool
     backward: str
     """ "quantized", "high_precision" or "dequantized": see [Note: three ways back] in nn/core.py."""
+    feature_multiple: int
+    """What the feature dimensions of a quantized GEMM must be a multiple of."""
 
     @staticmethod
     def of(recipe: Recipe) -> Quantization:
@@ -53,11 +55,6 @@ class Quantization:
     def name(self) -> str:
         """What users call the recipe."""
         return type(self.recipe).__name__
-
-    @property
-    def feature_multiple(self) -> int:
-        """What the feature dimensions of a quantized GEMM must be a multiple of."""
-        return self.weight.feature_multiple
 
     @property
     def precision(self) -> str:
@@ -84,11 +81,11 @@ def _of(recipe: Any) -> Quantization:
         split_fprop = recipe.fp8_gemm_fprop.use_split_accumulator
         split_dgrad = recipe.fp8_gemm_dgrad.use_split_accumulator
         split_wgrad = recipe.fp8_gemm_wgrad.use_split_accumulator
-    grad = Scheme.of(recipe, "grad")
+    weight, grad = Scheme.of(recipe, "weight"), Scheme.of(recipe, "grad")
     return Quantization(
         recipe=recipe,
         input=Scheme.of(recipe, "input"),
-        weight=Scheme.of(recipe, "weight"),
+        weight=weight,
         grad=grad,
         gated_grad=grad.rounded,
         delayed=delayed,
@@ -97,4 +94,5 @@ def _of(recipe: Any) -> Quantization:
         split_dgrad=split_dgrad,
         split_wgrad=split_wgrad,
         backward=recipe.backward_override or "quantized",
+        feature_multiple=weight.feature_multiple,
     )
