@@ -122,7 +122,7 @@ def pickled() -> bool:
 
 
 def test_statistics_are_shared_by_the_ranks_that_a_module_was_given(four_ranks: Ranks) -> None:
-    for case in (told_a_tensor_parallel_group, told_a_weight_mesh, told_a_dimension_of_a_mesh, told_by_autocast):
+    for case in (told_a_tensor_parallel_group, told_a_dimension_of_a_mesh, told_by_autocast):
         results = four_ranks.run(case)
         assert [r[:2] for r in results] == [(2.0, 2.0)] * 2 + [(4.0, 4.0)] * 2, case
         said = [message for r in results for message in r[2]]
@@ -130,6 +130,8 @@ def test_statistics_are_shared_by_the_ranks_that_a_module_was_given(four_ranks: 
             assert len(said) == 1 and "over the 2 tensor-parallel ranks of a module alone" in said[0] and results[0][2]
         else:
             assert not said, case
+    # Replicas run the module too: the whole mesh that weight_mesh is a dimension of.
+    assert [r[:2] for r in four_ranks.run(told_a_weight_mesh)] == [(4.0, 4.0)] * 4
     assert all(four_ranks.run(pickled))  # without the handles of this process
 
 

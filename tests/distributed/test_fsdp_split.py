@@ -65,7 +65,7 @@ def shared_memory(name: str) -> bool | None:
     fsdp.shard_model(model, mesh, RECIPES[name])
     with unsharded(model, "columnwise"):
         parts: list[Any] = [getattr(model, n) for n in model.weight_names]
-        whole = {id(p._part_of[0].buffers["columnwise_data"]) for p in parts}
+        whole = {id(p.memory.group.joined["columnwise_data"]) for p in parts}
         storages = {p._parts["columnwise_data"].untyped_storage().data_ptr() for p in parts}
     empty = all(p._parts["columnwise_data"].untyped_storage().size() == 0 for p in parts)
     return len(whole) == len(storages) == 1 and empty
