@@ -225,7 +225,7 @@ def _scaled_mm_cuda(
     why = emulated_because(sa, sb, torch.cuda.get_device_capability(a.device))
     if why is None and sa.kind == "block" and (m % 8 or n % 8 or k % 128):
         why = "cuBLASLt wants rows of both operands in multiples of 8, and a contraction in multiples of 128"
-    if why is None and _finer(b, b_scale, sb):
+    if why is None and sa.kind == "block" and _finer(b, b_scale, sb):
         why = "a border between tensor-parallel ranks runs through blocks of 128"
     if why is not None:
         _warn_of_emulation(sa, a.device, why)
