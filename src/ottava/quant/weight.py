@@ -114,7 +114,9 @@ class Weight(QuantizedTensor):
         """A whole weight of bytes only, without values yet. It stands for a tensor of `dtype`."""
         memory = WeightMemory(name, Place.whole(shape), ScaleGroup(scheme))
         memory.allocate(device)
-        memory.gathers_both = True  # who calls `fully_shard` does not say whether weights are freed between forward and backward
+        memory.gathers_both = (
+            True  # who calls `fully_shard` does not say whether weights are freed between forward and backward
+        )
         return cls(memory, State.WHOLE, tuple(shape), dtype, device)
 
     @classmethod
@@ -208,8 +210,11 @@ class Weight(QuantizedTensor):
     @classmethod
     @torch.no_grad()
     def requantize_together_(cls, tensors: Sequence[Any], sources: Sequence[Tensor]) -> None:
-        """Quantizes values into bytes, all of them with at most two MAX all-reduces. Every rank has to call it with the same weights."""
-        slow = []
+        """Quantizes values into bytes, all of them with at most two MAX all-reduces. Every rank has to call it with the same weights.
+
+        Weights that share scales with these, as parts of one matrix, are quantized again with them: their values stay.
+        """
+        slow = _partners([tensor.memory for tensor in tensors])
         for tensor, source in zip(tensors, sources, strict=True):
             memory, values = tensor.memory, source.detach().to(tensor.device)
             memory.preserved = None
@@ -349,6 +354,14 @@ def link_parts(weights: Sequence[Weight]) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------- bytes of a whole unit
+
+
+def _partners(memories: Sequence[WeightMemory]) -> list[tuple[Tensor, WeightMemory]]:
+    """(values, memory) of the parts that share scales with some of `memories` and are not among them."""
+    given = {id(memory) for memory in memories}
+    groups = {id(m.group): m.group for m in memories if m.shares_scales}
+    others = [part for group in groups.values() for part in group.parts if id(part) not in given]
+    return [(part.values(torch.float32), part) for part in others]
 
 
 def _quantizes_alone(weight: Weight) -> bool:
@@ -593,9 +606,11 @@ def _copy(func: Any, target: Weight, source: Tensor, *unused: Any) -> Any:
             target.memory.made_from = {}
         return target
     if isinstance(source, Weight) and source.master is None and source.scheme == target.scheme:
-        if source.memory is not target.memory:
+        if source.memory is target.memory:
+            return target
+        if not target.memory.shares_scales or target.memory.group.same_scales(source.memory.group):
             target.memory.copy_from(source.memory)
-        return target
+            return target
     if type(source) is QuantizedTensor and source.scheme == target.scheme and target.state is State.WHOLE:
         _take_buffers(target.memory, {n: t.to(target.device, copy=True) for n, t in source._parts.items()})
         return target

@@ -220,6 +220,11 @@ class ScaleGroup:
             self.scale = scale_from_amax(amax, scheme.element.max, scheme.epsilon, scheme.power_of_two)
         self.scale_inv = torch.ones_like(self.scale) / self.scale
 
+    def same_scales(self, other: ScaleGroup) -> bool:
+        """Whether bytes mean the same under the scales that each group's parts share."""
+        mine, theirs = ({"amax": g.amax, "scale_inv": g.scale_inv} | g.grids for g in (self, other))
+        return mine.keys() == theirs.keys() and all(torch.equal(t, theirs[key].to(t.device)) for key, t in mine.items())
+
     def cut(self, key: Any) -> ScaleGroup:
         """The group of the parts after all of them were cut in the way that `key` names: parts that belong together stay so."""
         group = self._cut.get(key)
@@ -312,6 +317,13 @@ class WeightMemory:
         """Those of the matrix belong to all its parts."""
         matrix = (extent or self.extent(direction)) is Extent.MATRIX
         (self.group.grids if matrix else self._scales)[direction] = scales
+
+    @property
+    def shares_scales(self) -> bool:
+        """Whether scales depend on other parts of the matrix, too."""
+        if len(self.group.parts) == 1 or not self.quantized:
+            return False
+        return self.scheme.needs_tensor_amax or any(self.extent(d) is Extent.MATRIX for d in self.directions)
 
     @property
     def weight_groups(self) -> Groups:
@@ -425,15 +437,25 @@ class WeightMemory:
         return other
 
     def _cut_scales(self, direction: str, box: Box) -> Tensor:
-        """Scales of the blocks that a box touches."""
-        block, scales = self.block(direction), self.scales(direction)
-        wanted = _within(blocks_of(box, block), blocks_of(self.box_of_scales(direction), block))
-        if min(s.start for s in wanted) < 0 or any(s.stop > n for s, n in zip(wanted, scales.shape)):
+        """Scales of the blocks that a box touches: this parameter's, and those of others that hold rows of the matrix."""
+        block = self.block(direction)
+        wanted = blocks_of(box, block)
+        down, across = _count(wanted)
+        found, covered = self.scales(direction).new_empty(down, across), 0
+        whole = self.extent(direction) is Extent.MATRIX
+        for part in [self] if whole else self.group.parts:
+            held = blocks_of(part.box_of_scales(direction), block)
+            rows, columns = (slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(wanted, held))
+            shared = rows, columns
+            if all(s.stop > s.start for s in shared):
+                found[_within(shared, wanted)] = part.scales(direction)[_within(shared, held)]
+                covered += math.prod(s.stop - s.start for s in shared)
+        if covered != down * across:
             raise ValueError(
                 f"{self.name}: new borders cut blocks of {block[0]}x{block[1]} whose scales are on other ranks: split the weight before "
                 "it is quantized (on the meta device), or choose sizes that fill blocks."
             )
-        return scales[wanted].clone()
+        return found
 
     # ------------------------------------------------------------------------------------------------------- what a GEMM takes
 
@@ -465,6 +487,13 @@ class WeightMemory:
             "rowwise_scale_inv": self.scale_inv(ROWWISE, (place.top, place.left, rows, place.unit[1])),
         }
         return parts | ({"rowwise_amax": self.group.amax} if self.group.amax.numel() else {})
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """The rows that are held [rows, columns], dequantized."""
+        parts = self.held_parts(self.place.rows)
+        amax = parts.get("rowwise_amax", self.group.amax)
+        operand = parts["rowwise_data"], parts["rowwise_scale_inv"], amax
+        return torch.ops.ottava.dequantize(*operand, str(self.scheme), dtype)
 
 
 def grid_step(block: Block, boxes: Sequence[Box]) -> Block:
