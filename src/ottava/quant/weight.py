@@ -43,7 +43,7 @@ from ottava.quant.weight_memory import (
     renew,
 )
 
-__all__ = ["State", "Weight", "as_one_matrix", "join_parts", "link_parts", "one_matrix"]
+__all__ = ["State", "Weight", "as_one_matrix", "join_parts", "link_parts", "one_matrix", "upright"]
 
 aten = torch.ops.aten
 
@@ -172,6 +172,7 @@ class Weight(QuantizedTensor):
     def _parts(self) -> dict[str, Tensor]:  # type: ignore[override]
         if self._gather is not None:
             return self._gather.parts
+        self.memory.check_scales()
         if self.state is State.WHOLE:
             return _whole_parts(self.memory)
         return self.memory.held_parts(self.numel() // self.memory.place.unit[1])
@@ -393,11 +394,11 @@ def _take_buffers(memory: WeightMemory, parts: dict[str, Tensor]) -> None:
         memory.set_scales(ROWWISE, parts["rowwise_scale_inv"])
     if memory.two_copies:
         memory.set_scales(COLUMNWISE, parts["columnwise_scale_inv"].t())
-        memory.data[COLUMNWISE] = _upright(parts["columnwise_data"], scheme)
-    memory.preserved = None
+        memory.data[COLUMNWISE] = upright(parts["columnwise_data"], scheme)
+    memory.preserved, memory.without_scales = None, False
 
 
-def _upright(columnwise: Tensor, scheme: Scheme) -> Tensor:
+def upright(columnwise: Tensor, scheme: Scheme) -> Tensor:
     """Columnwise bytes [K, M] as rows of the matrix: a view, where bytes are not packed."""
     return columnwise.t() if scheme.elements_per_byte == 1 else torch.ops.ottava.transpose(columnwise, str(scheme))
 
@@ -593,6 +594,10 @@ def _write(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _copy(func: Any, target: Weight, source: Tensor, *unused: Any) -> Any:
+    if source.dtype == torch.uint8 and target.master is None and target.state is not State.GATHERED:
+        # No weight has values of this type: torch's `broadcast_from_rank0` writes an entry of a state dict where the parameter is.
+        target.memory.take_bytes(source)
+        return target
     if target.shape != source.shape:
         raise ValueError(f"copy_ needs equal shapes: target {tuple(target.shape)}, source {tuple(source.shape)}.")
     if isinstance(source, Weight) and target._cell.new:
@@ -611,7 +616,8 @@ def _copy(func: Any, target: Weight, source: Tensor, *unused: Any) -> Any:
         if not target.memory.shares_scales or target.memory.group.same_scales(source.memory.group):
             target.memory.copy_from(source.memory)
             return target
-    if type(source) is QuantizedTensor and source.scheme == target.scheme and target.state is State.WHOLE:
+    whole = target.state is State.WHOLE and not target.memory.shares_scales
+    if type(source) is QuantizedTensor and source.scheme == target.scheme and whole:
         _take_buffers(target.memory, {n: t.to(target.device, copy=True) for n, t in source._parts.items()})
         return target
     return target.requantize_(source._values() if isinstance(source, QuantizedTensor) else source)

@@ -269,6 +269,8 @@ class WeightMemory:
         """Type in which the weight is gathered while it has no scheme; None: the master's."""
         self.made_from: dict[int, int] = {}
         """Where there is a master: address of memory that holds the values the bytes were made from -> its version then."""
+        self.without_scales = False
+        """Somebody has written bytes, and their scales have not come yet: `load_state_dict` brings them."""
         self.gathers_both = False
         """1-D blocks: gather both directions at once, because a forward runs again in backward or memory stays gathered."""
 
@@ -342,6 +344,14 @@ class WeightMemory:
                 "fully_shard and reset_parameters() after it, run a forward pass first, or use ottava.distributed.shard_model."
             )
 
+    def check_scales(self) -> None:
+        """Raises if the scales that are here are not those of the bytes."""
+        if self.without_scales:
+            raise ValueError(
+                f"{self.name} is stored in FP8, and uint8 values were copied into it: they were taken for its bytes, whose scales have not "
+                "been loaded. Load a whole state dict (NAME and NAME_scale_inv ...), or copy high-precision values."
+            )
+
     # --------------------------------------------------------------------------------------------------------------- memory
 
     def allocate(self, device: torch.device | str) -> None:
@@ -396,7 +406,12 @@ class WeightMemory:
         self.group.grids = {key: t.to(device, copy=True) for key, t in other.group.grids.items()}
         for name in ("amax", "scale", "scale_inv"):
             setattr(self.group, name, getattr(other.group, name).to(device, copy=True))
-        self.preserved = None
+        self.preserved, self.without_scales = None, other.without_scales
+
+    def take_bytes(self, data: Tensor) -> None:
+        """Rowwise bytes of the rows that are held, whose scales are still to come."""
+        self.data[ROWWISE][: self.place.rows].copy_(data)
+        self.preserved, self.without_scales = None, True
 
     def forget_bytes(self) -> None:
         """Another scheme: what was made before means nothing now."""
@@ -404,7 +419,7 @@ class WeightMemory:
 
     def bytes_were_loaded(self) -> None:
         """Somebody has written into the bytes and scales: what follows from them is made anew, and the first values are forgotten."""
-        self.preserved = None
+        self.preserved, self.without_scales = None, False
         if self.scheme.per_tensor:
             self.group.scale = torch.ones_like(self.group.scale_inv) / self.group.scale_inv
 
@@ -611,3 +626,4 @@ def _write(values: Tensor, memory: WeightMemory, direction: str, known: dict[Any
         own = _within(blocks_of(place.box(Extent.OWN), block), blocks_of(place.box(extent), block))
         data = ops.encode(values, factor[own], str(scheme), *block, place.top, place.left)
     memory.data[direction] = pad(data, (0, 0, 0, place.padded - place.rows))
+    memory.without_scales = False
