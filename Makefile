@@ -49,11 +49,12 @@ test-gpu: $(STAMP) ## the tests that need a CUDA device
 docs-test: $(STAMP) ## run every python block of the docs and check their links
 	$(BIN)/python -m pytest -q tests/docs
 
-lint: $(STAMP) ## ruff, mypy and the import contract
+lint: $(STAMP) ## ruff, mypy, the import contract and the walls
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tests/walls.py
 
 format: $(STAMP) ## sort imports and format
 	$(BIN)/ruff check --fix --select I .

@@ -300,6 +300,15 @@ def test_peak_memory_of_a_step_without_data() -> None:
     assert peak["Total"] == sum(size for kind, size in peak.items() if kind != "Total") > 8 * shard
 
 
+def test_a_slice_of_a_mesh_knows_the_whole() -> None:
+    torch.distributed.init_process_group("fake", store=torch_private.fake_store(), rank=0, world_size=4)
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        assert torch_private.root_mesh(mesh["tp"]) == mesh and torch_private.root_mesh(mesh) == mesh
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_every_function_is_tested_here() -> None:
     functions = {
         name
@@ -330,5 +339,6 @@ def test_every_function_is_tested_here() -> None:
         "fsdp1_replicas",
         "persistent_buffers",
         "fsdp1_stretches",
+        "root_mesh",
     }
     assert functions == tested, "add a test for what is new"

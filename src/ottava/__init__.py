@@ -3,8 +3,10 @@
 `import ottava as te` serves a script that was written for TransformerEngine.
 """
 
+from typing import TYPE_CHECKING
+
 from ottava import attention, distributed, kernels, optimizers, recipe
-from ottava.distributed import CudaRNGStatesTracker, checkpoint, destroy_ub, initialize_ub
+from ottava.distributed import CudaRNGStatesTracker, destroy_ub, initialize_ub
 from ottava.nn import (
     DotProductAttention,
     GroupedLinear,
@@ -20,6 +22,11 @@ from ottava.nn import (
 from ottava.quant.quantizer import quantize
 from ottava.quant.state import autocast, quantized_model_init
 from ottava.quant.tensor import QuantizedTensor
+
+if TYPE_CHECKING:
+    from ottava.distributed import checkpoint
+else:
+    from ottava import checkpoint  # the package, which can be called as the function can
 
 __version__ = "0.1.0"
 

@@ -245,7 +245,7 @@ class Float8BlockScaling(Recipe):
 
 @dataclass(frozen=True)
 class MXFP8BlockScaling(Recipe):
-    """One power-of-two scale (E8M0) a 1x32 block. Runs by exact emulation below Blackwell."""
+    """One power-of-two scale (E8M0) a 1x32 block. Runs by exact emulation on every device today."""
 
     margin: int = 0
     fp8_format: Format = Format.E4M3
@@ -266,7 +266,7 @@ class NVFP4BlockScaling(Recipe):
     """4-bit elements (E2M1), an E4M3 scale a 1x16 block (16x16 for weights), a float32 scale a tensor.
 
     Gradients are rounded stochastically and the wgrad operands pass a 16-point random Hadamard transform, unless disabled.
-    Runs by exact emulation below Blackwell.
+    Runs by exact emulation on every device today.
     """
 
     disable_rht: bool = False

@@ -28,6 +28,11 @@ def local_tensor(parameter: Any) -> torch.Tensor:
     return parameter._local_tensor
 
 
+def root_mesh(mesh: Any) -> Any:
+    """The device mesh that `mesh` was sliced from, or itself."""
+    return mesh._get_root_mesh()
+
+
 def in_reentrant_checkpoint() -> bool:
     """Whether torch's reentrant checkpoint runs its function again now; its first run was under `no_grad`."""
     return type(torch._C._current_autograd_node()).__name__ == "CheckpointFunctionBackward"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import resource
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ottava.checkpoint import CheckpointError, Checkpoints, NoUsableCheckpoint
+from ottava.checkpoint.directory import LocalFolder
 
 TIMEOUT = 6.0  # seconds: what a rank waits for one that does not answer
 ROWS = 64
@@ -121,13 +124,75 @@ def save_as_nobody(rank: int, root: str) -> str:
     return "saved"
 
 
-def save_on_full_disk(rank: int, root: str) -> str:
-    """Saves 1 MB."""
+BIG = {"w": torch.zeros(1 << 18), "v": torch.ones(1 << 17)}  # 1.5 MB
+
+
+def save_on_full_disk(rank: int, root: str, state: dict[str, Any] = BIG) -> str:
+    """One save."""
     try:
-        Checkpoints(root, timeout=TIMEOUT).save(2, {"w": torch.zeros(1 << 18), "v": torch.ones(1 << 17)})
+        Checkpoints(root, timeout=TIMEOUT).save(2, state)
     except CheckpointError as error:
         return str(error)
     return "saved"
+
+
+class SmallDisk:
+    """In this process new files of checkpoints share `room` bytes. Beyond, they do what the kernel does: the last write is cut short,
+    and the next one fails with ENOSPC."""
+
+    def __init__(self, room: int) -> None:
+        disk = self
+        self.room, self.full = room, False
+
+        class File(io.FileIO):
+            def write(self, data: Any) -> int:
+                fits = memoryview(data).cast("B")[: disk.room]
+                if not fits and len(memoryview(data)):
+                    disk.full = True
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                written = super().write(fits)
+                disk.room -= written
+                return written
+
+        self.file = File
+
+    def __enter__(self) -> SmallDisk:
+        self._create = LocalFolder.create
+        LocalFolder.create = lambda folder, file: self.file(folder.path / file, "xb")  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        LocalFolder.create = self._create  # type: ignore[method-assign]
+
+
+class FullDisk(NamedTuple):
+    """What saves on a disk that ran full did."""
+
+    said: list[str]
+    """By each of them."""
+    full: bool
+    left: list[str]
+    """In the directory of checkpoints, by all of them."""
+    then: list[str]
+    """The same, after a save with room again."""
+
+
+def save_on_small_disks(rank: int, root: str) -> dict[str, FullDisk]:
+    """By file: saves on disks that are full at the first byte of it, in the middle, and one byte before its end."""
+    state = {"w": torch.zeros(1 << 14), "v": torch.ones(1 << 13)}
+    roomy = Path(Checkpoints(f"{root}/roomy", timeout=TIMEOUT).save(2, state))
+    sizes = {file.name: file.stat().st_size for file in sorted(roomy.iterdir(), key=lambda f: f.stat().st_mtime_ns)}
+    found, before = {}, 0
+    for name, size in sizes.items():
+        folder, said, full, left = f"{root}/{name}", [], True, []
+        for room in (before, before + size // 2, before + size - 1):
+            with SmallDisk(room) as disk:
+                said.append(save_on_full_disk(rank, folder, state))
+            full, left = full and disk.full, left + os.listdir(folder)
+        Checkpoints(folder, timeout=TIMEOUT).save(3, state)
+        found[name] = FullDisk(said, full, left, os.listdir(folder))
+        before += size
+    return found
 
 
 def stop_answering(rank: int, root: str) -> str:

@@ -144,7 +144,7 @@ def _clean(name: str) -> str:
 def _whole(module: nn.Module, attribute: str, tensor: Tensor) -> Tensor:
     layout, size = layout_of(module, attribute)
     if isinstance(tensor, DTensor):
-        return layout.join(DTensor.full_tensor(tensor), size)
+        return tensor.full_tensor()
     if isinstance(module, VocabParallelEmbedding | VocabParallelHead):
         layout, size, group = Layout(0), module.group.size() if module.group else 1, module.group
     else:
@@ -153,7 +153,7 @@ def _whole(module: nn.Module, attribute: str, tensor: Tensor) -> Tensor:
         return tensor
     parts = [torch.empty_like(tensor) for _ in range(size)]
     dist.all_gather(parts, tensor.detach().contiguous(), group=group)
-    return layout.join(torch.cat(parts, layout.dim), size)
+    return torch.cat(parts, layout.dim)
 
 
 def differences(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:

@@ -283,18 +283,48 @@ def test_ls_says_what_there_is(tmp_path: Path) -> None:
     assert (tensor.name, tensor.text) == ("model.w", "float32 [4, 2], 32 B in 1 box")
 
 
-def test_the_package_can_still_be_called_as_transformer_engine_has_it() -> None:
-    program = (
-        "import torch, ottava\n"
-        "function = ottava.checkpoint\n"
-        "import ottava.checkpoint\n"
-        "x = torch.ones(3, requires_grad=True)\n"
-        "assert ottava.checkpoint is not function\n"
-        "ottava.checkpoint(lambda t: t * 2, x).sum().backward()\n"
-        "assert x.grad.tolist() == [2, 2, 2]\n"
-        "import sys; assert 'xxhash' not in sys.modules\n"
+IMPORTS = {
+    "alone": "import ottava",
+    "the package": "import ottava.checkpoint",
+    "before": "import ottava; first = ottava.checkpoint; import ottava.checkpoint; assert ottava.checkpoint is first",
+    "a name of it": "from ottava.checkpoint import Checkpoints; import ottava",
+    "under another name": "import ottava.checkpoint as saved, ottava; assert saved.Checkpoints",
+    "a module inside": "import ottava.checkpoint.reshard, ottava.checkpoint.inspect, ottava",
+    "from the root": "from ottava import checkpoint; import ottava.checkpoint.load; assert ottava.checkpoint is checkpoint",
+}
+
+
+CHECKS = """
+import copy, inspect, pickle
+x = torch.ones(3, requires_grad=True)
+ottava.checkpoint(lambda t: t * 2, x, use_reentrant=False).sum().backward()
+assert x.grad.tolist() == [2, 2, 2]
+from ottava.checkpoint import Checkpoints, reshard
+import ottava.distributed
+assert ottava.checkpoint.Checkpoints is Checkpoints and inspect.isclass(Checkpoints)
+assert ottava.checkpoint.reshard is reshard and inspect.isfunction(reshard)
+assert inspect.signature(ottava.checkpoint) == inspect.signature(ottava.distributed.checkpoint)
+assert copy.deepcopy(ottava.checkpoint) is ottava.checkpoint
+assert pickle.loads(pickle.dumps(ottava.checkpoint)) is ottava.checkpoint
+assert set(ottava.checkpoint.__all__) <= set(dir(ottava.checkpoint))
+assert all(hasattr(ottava.checkpoint, name) for name in ottava.checkpoint.__all__)
+assert not hasattr(ottava.checkpoint, "Nothing")
+"""
+
+
+def test_ottava_checkpoint_is_transformer_engines_function_and_the_package_in_any_order_of_imports() -> None:
+    program = (  # torch is imported once, ottava anew in each child
+        "import os, sys, torch, torch.distributed.fsdp, torch.distributed.tensor, torch.distributed.checkpoint\n"
+        f"for name, imports in {IMPORTS!r}.items():\n"
+        "    if os.fork() == 0:\n"
+        f"        exec(imports + {CHECKS!r})\n"
+        "        os._exit(0)\n"
+        "    assert os.wait()[1] == 0, name\n"
+        "import ottava\n"
+        "assert 'xxhash' not in sys.modules and 'ottava.checkpoint.checkpoints' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 # ---------------------------------------------------------------------------------------------------------- boxes

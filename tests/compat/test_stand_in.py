@@ -14,6 +14,8 @@ import ottava
 import ottava.optimizers
 from ottava import compat, recipe
 from ottava.compat.names import SOURCES
+from ottava.kernels import gemm
+from ottava.quant.scheme import Scheme
 
 
 @pytest.fixture
@@ -84,6 +86,31 @@ def test_a_hopper_gpu_says_that_mxfp8_is_emulated(te: ModuleType, monkeypatch: p
     assert te.is_fp8_available() and te.is_fp8_block_scaling_available()
     available, reason = te.is_mxfp8_available(return_reason=True)
     assert not available and "emulation on compute capability 9.0" in reason
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_a_recipe_is_available_where_the_gemm_multiplies_it_natively(
+    te: ModuleType, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
+    went: list[str] = []
+    for path, answer in (("_scaled_mm", "emulated"), ("_cublas_tensorwise", "native"), ("_cublas_blockwise", "native")):
+        monkeypatch.setattr(gemm, path, lambda *_, answer=answer: went.append(answer))
+    for ask, chosen in (
+        (te.is_fp8_available, recipe.Float8CurrentScaling()),
+        (te.is_fp8_available, recipe.DelayedScaling()),
+        (te.is_fp8_block_scaling_available, recipe.Float8BlockScaling()),
+        (te.is_mxfp8_available, recipe.MXFP8BlockScaling()),
+        (te.is_nvfp4_available, recipe.NVFP4BlockScaling()),
+    ):
+        x, weight, grad = (str(Scheme.of(chosen, role)) for role in ("input", "weight", "grad"))
+        went.clear()
+        for a, b in ((x, weight), (grad, weight), (grad, x)):
+            operands = (torch.empty(128, 128), None, None) * 2
+            gemm._scaled_mm_cuda(*operands, a, b, None, torch.bfloat16, True)
+        assert ask() == (went == ["native"] * 3), (capability, chosen, went)
 
 
 @pytest.mark.parametrize(

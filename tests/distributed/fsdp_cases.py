@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 import ottava
 from ottava import recipe, torch_private
 from ottava.distributed import fsdp
-from ottava.distributed.gathered import GatheredWeight
+from ottava.quant.weight import State, Weight
 
 RECIPES: dict[str, recipe.Recipe] = {
     "current": recipe.Float8CurrentScaling(),
@@ -126,15 +126,15 @@ def compare_gathered(model: nn.Module, name: str) -> int:
     """Asserts that the bytes and scales of every gathered weight are those of the whole weight; returns how many there are."""
     masters = whole(model)
     scales = {
-        copy.name: copy.joint.delayed.fwd_scale[copy.joint.column].item()
-        for _, copy in fsdp._weights(model)
-        if copy.joint.delayed is not None
+        weight.memory.name: weight.memory.group.delayed.fwd_scale[weight.memory.group.column].item()
+        for weight in fsdp._mastered(model)
+        if weight.memory.group.delayed is not None
     }
     for direction in ("rowwise", "columnwise"):
         with unsharded(model, direction):
-            gathered = {n: p for n, p in model.named_parameters() if isinstance(p, GatheredWeight)}
+            gathered = gathered_weights(model)
             for key, weight in gathered.items():
-                assert weight._held[0] in (direction, "rowwise", "both")
+                assert weight._gather.direction in (direction, "rowwise", "both")
                 expected = ottava.quantize(
                     masters[key], (RECIPES | OTHER_RECIPES)[name], role="weight", scale=scales.get(key)
                 )
@@ -142,6 +142,11 @@ def compare_gathered(model: nn.Module, name: str) -> int:
                     assert torch.equal(weight._parts[part], expected._parts[part]), (name, key, part)
                     assert same_layout(weight._parts[part], expected._parts[part]), (key, part)
     return len(gathered)
+
+
+def gathered_weights(model: nn.Module) -> dict[str, Any]:
+    """The parameters that are gathered as bytes now, by name."""
+    return {n: p for n, p in model.named_parameters() if isinstance(p, Weight) and p.state is State.GATHERED}
 
 
 def same_layout(a: Tensor, b: Tensor) -> bool:

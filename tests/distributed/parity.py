@@ -21,11 +21,12 @@ import ottava
 import ottava.recipe as recipe
 from ottava import torch_private
 from ottava.distributed import ParallelPlan, meshes_of, parallelize, whole_state
-from ottava.distributed.sharded_weight import ShardedWeight
 from ottava.distributed.whole import clean_name
 from ottava.models.gpt import GPT, GPTConfig
 from ottava.models.llama import Llama, LlamaConfig
+from ottava.nn.base import QuantizedModule
 from ottava.nn.initialize import materialize_
+from ottava.quant.weight import Weight
 
 RECIPES: dict[str, recipe.Recipe | None] = {
     "none": None,
@@ -83,16 +84,16 @@ def scales(model: nn.Module) -> dict[str, Tensor]:
     found = {clean_name(n): b.clone() for n, b in model.named_buffers() if "delayed." in n and "history" not in n}
     for name, parameter in model.named_parameters():
         local = torch_private.local_tensor(parameter) if isinstance(parameter, DTensor) else parameter
-        if isinstance(local, ShardedWeight) and local.copy.joint.scale.numel():
-            found[name + " (wire)"] = local.copy.joint.scale.clone()
+        if isinstance(local, Weight) and local.memory.group.scale.numel():
+            found[name + " (wire)"] = local.memory.group.scale.clone()
     return found
 
 
 def run_steps(
-    model: nn.Module, chosen: recipe.Recipe | None, meshes: Any, batch: int, device: str = "cpu"
+    model: nn.Module, chosen: recipe.Recipe | None, meshes: Any, batch: int, device: str = "cpu", lr: float = 1e-3
 ) -> list[float]:
     """Trains a model on this rank's part of the data; the losses."""
-    optimizer, losses, mine = adam(model), [], slice(meshes.dp_rank, None, meshes.dp_size)
+    optimizer, losses, mine = adam(model, lr), [], slice(meshes.dp_rank, None, meshes.dp_size)
     for step in range(STEPS):
         tokens = batch_of(step, batch)[mine].to(device)
         optimizer.zero_grad()
@@ -105,23 +106,40 @@ def run_steps(
 
 
 def run_steps_alone(
-    model: nn.Module, chosen: recipe.Recipe | None, dp: int, batch: int, device: str = "cpu"
+    model: nn.Module,
+    chosen: recipe.Recipe | None,
+    dp: int,
+    batch: int,
+    device: str = "cpu",
+    compute: torch.dtype | None = None,
 ) -> list[float]:
-    """The same in one process, for `dp` parts of the data."""
+    """The same in one process, for `dp` parts of the data. compute: what unquantized weights are used in, if not in their own dtype."""
     optimizer, losses = adam(model), []
     for step in range(STEPS):
         tokens = batch_of(step, batch).to(device)
         with ottava.autocast(enabled=chosen is not None, recipe=chosen):
             # Leaves of its own for each part, so that gradients are added up in the order of ranks, not of the autograd engine.
-            leaves = [{n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()} for _ in range(dp)]
+            leaves = [leaves_of(model, chosen, compute) for _ in range(dp)]
             parts = [tokens[r::dp] for r in range(dp)]
             loss = [functional_call(model, own, (t[:, :-1], t[:, 1:])) for own, t in zip(leaves, parts)]
         torch.stack(loss).sum().backward()
         for name, parameter in model.named_parameters():
-            parameter.grad = by_halves([own[name].grad for own in leaves]) / dp
+            parameter.grad = by_halves([own[name].grad.to(parameter.dtype) for own in leaves]) / dp
         optimizer.step()
         losses.append(float(by_halves([part.detach() for part in loss]) / dp))
     return losses
+
+
+def leaves_of(model: nn.Module, chosen: recipe.Recipe | None, compute: torch.dtype | None) -> dict[str, Tensor]:
+    """Copies of the parameters to differentiate by. What is quantized is quantized from its own dtype, as FSDP2 does it."""
+    stays: set[nn.Parameter] = set()
+    for module in model.modules():
+        if chosen is not None and isinstance(module, QuantizedModule):
+            stays |= {p for p in module.parameters(recurse=False) if p.dim() == 2}
+    return {
+        n: p.detach().to(p.dtype if p in stays or compute is None else compute, copy=True).requires_grad_()
+        for n, p in model.named_parameters()
+    }
 
 
 def by_halves(terms: list[Tensor]) -> Tensor:
@@ -132,9 +150,9 @@ def by_halves(terms: list[Tensor]) -> Tensor:
     return terms[0]
 
 
-def adam(model: nn.Module) -> torch.optim.Optimizer:
+def adam(model: nn.Module, lr: float = 1e-3) -> torch.optim.Optimizer:
     """Large steps and a large epsilon: a gradient that is all rounding must not become a whole step."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3, weight_decay=0.1)
+    return torch.optim.AdamW(model.parameters(), lr=lr, eps=1e-3, weight_decay=0.1)
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from ottava.distributed import fsdp
 def losses_of(model: nn.Module, name: str, group: Any, recompute: bool, features: int = 128) -> list[float]:
     """Losses of two steps; both ranks see the same data, so their mean gradient is that of one."""
     optimizer, losses = adamw(model), []
-    if any(True for _ in fsdp._weights(model)):
+    if any(True for _ in fsdp._mastered(model)):
         fsdp.attach(optimizer, model)
     for number in range(2):
         x = torch.randn(16, 2, features, generator=torch.Generator().manual_seed(number)).requires_grad_()
@@ -65,7 +65,7 @@ def shared_memory(name: str) -> bool | None:
     fsdp.shard_model(model, mesh, RECIPES[name])
     with unsharded(model, "columnwise"):
         parts: list[Any] = [getattr(model, n) for n in model.weight_names]
-        whole = {id(p._part_of[0].buffers["columnwise_data"]) for p in parts}
+        whole = {id(p.memory.group.joined["columnwise_data"]) for p in parts}
         storages = {p._parts["columnwise_data"].untyped_storage().data_ptr() for p in parts}
     empty = all(p._parts["columnwise_data"].untyped_storage().size() == 0 for p in parts)
     return len(whole) == len(storages) == 1 and empty

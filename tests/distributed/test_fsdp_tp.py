@@ -21,8 +21,8 @@ import ottava
 from distributed.fsdp_cases import RECIPES, Counted, make_mesh, unsharded
 from distributed.ranks import Ranks
 from ottava.distributed import fsdp
-from ottava.distributed.gathered import GatheredWeight
 from ottava.quant.tensor import QuantizedTensor
+from ottava.quant.weight import State, Weight
 
 # (dp_shard, tp) -> where `tp` splits; sizes are cut at blocks by tp, and inside blocks by dp.
 SIZES = {"column": (512, 160), "row": (160, 512), "replicated": (160, 160)}
@@ -111,13 +111,14 @@ def sharded(name: str, meshes: Any, policy: MixedPrecisionPolicy | None) -> Mode
 
 def compare_bytes(model: Model, name: str, tp_mesh: DeviceMesh) -> None:
     """The gathered weights are the parts of the whole quantized weights."""
-    fulls = {key: value.full_tensor() for key, value in model.state_dict().items() if key.startswith("layers")}
+    fulls = {key: value.full_tensor() for key, value in model.state_dict().items() if isinstance(value, DTensor)}
     for direction in ("rowwise", "columnwise"):
         with unsharded(model, direction):
             for kind, layer in model.layers.items():
                 assert isinstance(layer.weight, DTensor)
                 weight = layer.weight._local_tensor
-                assert isinstance(weight, GatheredWeight) and isinstance(layer.weight.to_local(), GatheredWeight)
+                assert isinstance(weight, Weight) and weight.state is State.GATHERED
+                assert isinstance(layer.weight.to_local(), Weight)
                 part = (tp_mesh.size(), tp_mesh.get_local_rank())
                 expected = quantized_part(fulls[f"layers.{kind}.weight"], name, kind, *part, torch.float32)
                 for key in (k for k in weight._parts if k.startswith(direction)):

@@ -28,10 +28,10 @@ from distributed.fsdp_cases import (
 )
 from distributed.ranks import Ranks
 from ottava.distributed import fsdp
-from ottava.distributed.gathered import GatheredWeight, receive
-from ottava.distributed.sharded_weight import ShardedWeight
-from ottava.distributed.wire_copy import WireCopy, renew_copies
+from ottava.quant import weight_gather, weight_memory
 from ottava.quant.scheme import Scheme
+from ottava.quant.weight import State, Weight, fresh, note_made
+from ottava.quant.weight_memory import Place, ScaleGroup, WeightMemory
 
 
 def wire_bytes(name: str) -> tuple[int, int, int] | None:
@@ -133,7 +133,7 @@ def evaluate_and_free() -> tuple[Tensor, int] | None:
 
     def look(module: nn.Module, args: Any) -> None:
         weight = module.weight
-        assert isinstance(weight, GatheredWeight)
+        assert isinstance(weight, Weight) and weight.state is State.GATHERED
         kept.extend((weight.rowwise_data, weight.columnwise_data))  # type: ignore[arg-type]
 
     block: Any = model.blocks[0]
@@ -155,40 +155,48 @@ def test_evaluation_in_high_precision_and_freed_memory(four_ranks: Ranks) -> Non
         assert left == 0
 
 
-def copies_of(weight: Tensor, scheme: Scheme, world: int) -> list[WireCopy]:
-    """The copies of `world` ranks, renewed, with the reductions done here."""
-    copies, shards = [], list(weight.chunk(world))
+def memories_of(weight: Tensor, scheme: Scheme, world: int, monkeypatch: pytest.MonkeyPatch) -> list[WeightMemory]:
+    """What `world` ranks hold, renewed, with the reductions done here."""
+    padded = -(-weight.shape[0] // world)
+    memories, shards = [], list(weight.chunk(world))
     shards += [weight[:0]] * (world - len(shards))  # as FSDP does
-    for rank in range(world):
-        copies.append(WireCopy("weight", scheme, tuple(weight.shape)))
-        copies[-1].bind(rank, world)
-    tensor_amax = torch.stack([c.tensor_amax(s) for c, s in zip(copies, shards, strict=True)]).amax(dim=0)
-    block_amax = torch.stack([c.block_amax(s) for c, s in zip(copies, shards, strict=True)]).amax(dim=0)
-    for copy, shard in zip(copies, shards, strict=True):
-        copy.joint.set_amax(tensor_amax) if tensor_amax.numel() else None
-        copy.renew(shard.contiguous(), block_amax)
-    return copies
+    for rank, shard in enumerate(shards):
+        start = min(rank * padded, weight.shape[0])
+        place = Place.whole(weight.shape).shard(start, start + shard.shape[0], padded)
+        memories.append(WeightMemory("weight", place, ScaleGroup(scheme)))
+        memories[-1].bind(("all",))  # type: ignore[arg-type]
+
+    def reduce(known: dict[Any, Tensor], groups: Any) -> None:
+        keys, count = list(known), len(known) // world
+        for i in range(count):
+            total = torch.stack([known[key] for key in keys[i::count]]).amax(dim=0)
+            known.update(dict.fromkeys(keys[i::count], total))
+
+    monkeypatch.setattr(weight_memory, "_reduce", reduce)
+    weight_memory.renew([(shard.contiguous(), memory) for shard, memory in zip(shards, memories, strict=True)])
+    return memories
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "delayed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("world", [1, 2, 3, 7, 40])
-def test_any_shards_of_a_weight_give_the_whole(name: str, dtype: torch.dtype, world: int) -> None:
+def test_any_shards_of_a_weight_give_the_whole(
+    name: str, dtype: torch.dtype, world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also empty shards, shards smaller than a block, NaN and infinity."""
     weight = torch.randn(304, 208).to(dtype)
     weight[7, 3], weight[290, 200] = float("nan"), float("inf")
     weight[16:48] = 0
     expected = ottava.quantize(weight, RECIPES[name], role="weight")
-    copies = copies_of(weight, Scheme.of(RECIPES[name], "weight"), world)
+    memories = memories_of(weight, Scheme.of(RECIPES[name], "weight"), world, monkeypatch)
     directions = ["rowwise", "columnwise", "both"] if name in ONE_DIRECTION else ["rowwise"]
     for direction in directions:
-        for copy in copies:
-            copy.gathers_both = direction == "both"
-        outputs = [torch.cat(messages) for messages in zip(*(c.messages(direction) for c in copies), strict=True)]
-        result = receive(copies[-1], outputs, direction, dtype, None)
-        assert result is not None
+        for memory in memories:
+            memory.gathers_both = direction == "both"
+        outputs = [torch.cat(m) for m in zip(*(weight_gather._bytes(m, direction) for m in memories), strict=True)]
+        state, _ = weight_gather.fill(memories[-1], outputs, direction, None)
         compared = 0
-        for part, tensor in result[0]._parts.items():
+        for part, tensor in state.parts.items():
             if name not in ONE_DIRECTION or direction == "both" or part.startswith(direction):
                 assert torch.equal(tensor, expected._parts[part]), (direction, part)
                 assert same_layout(tensor, expected._parts[part])
@@ -196,16 +204,17 @@ def test_any_shards_of_a_weight_give_the_whole(name: str, dtype: torch.dtype, wo
         assert compared >= 2
 
 
-def test_sharded_weight_is_an_ordinary_tensor_to_others() -> None:
-    copy = WireCopy("weight", Scheme("e4m3"), (4, 16))
-    weight = ShardedWeight(torch.ones(4, 16), copy)
-    renew_copies([(weight.master, copy)])
-    assert copy.fresh(weight.master)
+def test_a_weight_with_a_master_is_an_ordinary_tensor_to_others() -> None:
+    weight = Weight.mastered("weight", torch.ones(4, 16))
+    weight.memory.group.scheme = Scheme("e4m3")
+    weight_memory.renew([(weight.master, weight.memory)])  # type: ignore[list-item]
+    note_made(weight)
+    assert fresh(weight)
     for made in (weight + 1, weight.clone(), torch.zeros_like(weight), weight.to(torch.bfloat16), weight.sum()):
         assert type(made) is Tensor
-    for kept in (weight.detach(), weight.view(-1), weight[:2], torch.empty_like(weight), weight.new_zeros(2, 2)):
-        assert isinstance(kept, ShardedWeight)
-    assert copy.fresh(weight.master)
-    assert weight.add_(1) is weight and not copy.fresh(weight.master)
-    assert torch.equal(weight.master, torch.full((4, 16), 2.0))
+    for kept in (weight.detach(), weight.view(-1), weight[:2], torch.empty_like(weight), weight.new_zeros(2, 16)):
+        assert isinstance(kept, Weight)
+    assert fresh(weight)
+    assert weight.add_(1) is weight and not fresh(weight)
+    assert torch.equal(weight.master, torch.full((4, 16), 2.0))  # type: ignore[arg-type]
     assert "e4m3:tensor" in repr(weight)

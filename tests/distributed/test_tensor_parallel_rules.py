@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +18,8 @@ import ottava
 from distributed.ranks import Ranks
 from distributed.tp_ranks import RECIPES, error, local
 from ottava import recipe
-from ottava.distributed import collectives, model_parallel_seed, split_tensors
+from ottava.distributed import collectives, model_parallel_seed, split_tensors, use_tracker
+from ottava.notices import warn_once
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +114,36 @@ def recomputed(sequence_parallel: bool, name: str) -> bool:
 @pytest.mark.parametrize("name", ["none", "delayed", "mxfp8"])
 def test_recomputed_masks_are_those_of_the_first_pass(ranks: Ranks, name: str, sequence_parallel: bool) -> None:
     assert ranks.run(recomputed, sequence_parallel, name) == [True, True]
+
+
+def warnings_of_splitting(sequence_parallel: bool, dropout: dict[str, float], tracked: bool) -> list[str]:
+    """What is logged when a model of one layer is split."""
+    warn_once.cache_clear()
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("ottava").addHandler(handler)
+    try:
+        model = nn.Sequential(layer(None, sequence_parallel=sequence_parallel, **dropout))
+        model[0].get_rng_state_tracker = model[0].self_attention.core_attention.get_rng_state_tracker = None
+        if tracked:
+            use_tracker(model, model_parallel_seed(1, dist.get_rank()))
+        split_tensors(model, tp_mesh())
+    finally:
+        logging.getLogger("ottava").removeHandler(handler)
+    return [record.getMessage() for record in records]
+
+
+def test_splitting_a_model_whose_masks_would_be_shared_is_a_warning(ranks: Ranks) -> None:
+    for case, warns in (
+        ((False, {"attention_dropout": 0.1}, False), True),
+        ((True, {"hidden_dropout": 0.1}, False), True),
+        ((True, {"hidden_dropout": 0.1, "attention_dropout": 0.1}, True), False),
+        ((False, {"hidden_dropout": 0.1}, False), False),
+        ((True, {}, False), False),
+    ):
+        for messages in ranks.run(warnings_of_splitting, *case):
+            assert [("drop the same places" in m) for m in messages] == [True] * warns, (case, messages)
 
 
 # -------------------------------------------------------------------------------------------------------- bytes on the wire

@@ -44,6 +44,14 @@ TOKENS = Layout(0)
 """Tokens are spread over ranks under sequence parallelism, and equal on all of them without it."""
 FEATURES = Layout(-1)
 
+
+class TwoMatrices(Layout):
+    """Two matrices of 128 features side by side, of which ranks hold parts one by one."""
+
+    def cut(self, whole: Tensor, rank: int, size: int) -> Tensor:
+        return torch.cat([super(TwoMatrices, self).cut(half, rank, size) for half in whole.split(128, -1)], -1)
+
+
 HIDDEN, FFN, HEADS, CHANNELS = 256, 256, 4, 64  # over 2 ranks no block of 128 is cut
 
 
@@ -111,7 +119,7 @@ CASES: dict[str, Case] = {
     "column": Case(_linear("column"), output=FEATURES),
     "column without bias": Case(_linear("column", bias=False), output=FEATURES),
     "column, bias returned": Case(_linear("column", return_bias=True), output=FEATURES),
-    "column, split": Case(_linear("column", parameters_split=("query", "key")), output=Layout(-1, (128, 128))),
+    "column, split": Case(_linear("column", parameters_split=("query", "key")), output=TwoMatrices(-1)),
     "row": Case(_linear("row"), inputs=(FEATURES,)),
     "row without bias": Case(_linear("row", bias=False), inputs=(FEATURES,)),
     "row, bias returned": Case(_linear("row", return_bias=True), inputs=(FEATURES,)),
@@ -120,7 +128,7 @@ CASES: dict[str, Case] = {
     "RMSNorm": Case(_norm(ottava.RMSNorm)),
     "LayerNormLinear": Case(_normed(), output=FEATURES),
     "LayerNormLinear, split": Case(
-        _normed(normalization="RMSNorm", parameters_split={"a": 128, "b": 128}), output=Layout(-1, (128, 128))
+        _normed(normalization="RMSNorm", parameters_split={"a": 128, "b": 128}), output=TwoMatrices(-1)
     ),
     "gelu": Case(_mlp()),
     "swiglu": Case(_mlp(activation="swiglu", normalization="RMSNorm", bias=False)),

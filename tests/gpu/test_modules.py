@@ -17,6 +17,7 @@ import ottava
 from make_golden import ROW_STEP
 from ottava import recipe
 from ottava.kernels import residual, rope
+from ottava.quant.delayed import DelayedState
 from quant_cases import RECIPES, casting, relative
 
 pytestmark = pytest.mark.gpu
@@ -194,6 +195,28 @@ def test_attention_masks_agree_with_the_cpu(layout, mask):
 def test_a_cpu_tensor_given_to_a_cuda_module_is_named():
     with pytest.raises(ValueError, match=r"is on cuda:0 but its input is on cpu: move the input with \.to\('cuda:0'\)"):
         ottava.Linear(16, 16, device="cuda")(torch.randn(4, 16))
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["masters", "fp8 storage"])
+def test_delayed_scaling_of_a_model_built_under_a_bf16_default_dtype(stored):
+    """As TransformerEngine's Llama tutorial builds it: q, k and v apart, and torch's default dtype set by the loader."""
+    cases = load("nn/test_default_dtype.py")
+    delayed = RECIPES["delayed"]
+    with cases.default_dtype(torch.bfloat16):
+        block = cases.attention(delayed if stored else None).cuda()
+        layer = ottava.TransformerLayer(
+            128, 256, 2, num_gqa_groups=1, hidden_dropout=0.0, attention_dropout=0.0, fuse_qkv_params=False, bias=False,
+            normalization="RMSNorm", activation="swiglu", attn_input_format="bshd", params_dtype=torch.bfloat16,
+        )  # fmt: skip
+        for module, width in ((block, 64), (layer, 128)):
+            for _ in range(2):
+                with ottava.autocast(recipe=delayed):
+                    y = module(torch.randn(2, 32, width, device="cuda"))
+                y.float().square().mean().backward()
+            assert torch.isfinite(y).all()
+            assert all(torch.isfinite(p.grad).all() for p in module.parameters() if p.grad is not None)
+            states = [m for m in module.modules() if isinstance(m, DelayedState) and m.used]
+            assert states and all(s.fwd_scale.dtype is torch.float32 and s.fwd_scale[0] != 1 for s in states)
 
 
 def test_odd_numbers_of_tokens_and_none_at_all():

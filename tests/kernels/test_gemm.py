@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import logging
+import re
 
 import pytest
 import torch
 from torch import Tensor
 
 import ottava  # noqa: F401
+from ottava.kernels import gemm
 from ottava.kernels.cast import Buffers
-from ottava.kernels.registry import say_once
+from ottava.notices import warn_once
 from quant_cases import same
 
 ops = torch.ops.ottava
@@ -138,11 +139,62 @@ def test_nan_spoils_its_row_and_no_other() -> None:
         assert got[3].isnan().all() and got.isnan().sum() == 32
 
 
-def test_emulation_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    say_once.cache_clear()
-    pair = ("e4m3:1x32", "e4m3:1x32")
-    a, b = operand(torch.randn(16, 64), pair[0]), operand(torch.randn(32, 64), pair[1])
-    with caplog.at_level(logging.INFO, logger="ottava"):
-        for _ in range(3):
-            product(a, b, pair)
-    assert [record.message for record in caplog.records] == ["ottava: MXFP8 products run by exact emulation on cpu."]
+def test_a_cpu_says_once_for_all_recipes_that_it_emulates(caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+    for scheme in ("e4m3:1x32", "e4m3:tensor", "e2m1:1x16"):
+        for _ in range(2):
+            product(operand(torch.randn(16, 64), scheme), operand(torch.randn(32, 64), scheme), (scheme, scheme))
+    assert [(r.levelname, r.message) for r in caplog.records] == [("WARNING", gemm.CPU_NOTICE)]
+
+
+def test_only_the_first_rank_of_many_says_so(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    warn_once.cache_clear()
+    monkeypatch.setattr(gemm, "leads", lambda: False)
+    scheme = "e4m3:tensor"
+    product(operand(torch.randn(16, 64), scheme), operand(torch.randn(32, 64), scheme), (scheme, scheme))
+    assert not caplog.records
+
+
+def on_cuda(schemes: tuple[str, str], m: int = 16, n: int = 32, k: int = 128) -> None:
+    """The function that CUDA tensors are dispatched to, with CPU tensors; what it hands to cuBLASLt raises `NotImplementedError`."""
+    a, b = operand(torch.randn(m, k), schemes[0]), operand(torch.randn(n, k), schemes[1])
+    gemm._scaled_mm_cuda(*a, *b, *schemes, None, torch.float32, True)
+
+
+def test_emulation_on_a_gpu_is_a_warning_that_says_why(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warn_once.cache_clear()
+    monkeypatch.setattr(gemm, "leads", lambda: False)  # the CPU's own notice is another test
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "A100")
+    blocks = ("e4m3:1x128:pow2", "e4m3:128x128:pow2")
+    for capability, schemes, rows, why in (
+        ((8, 0), ("e4m3:tensor", "e4m3:tensor"), 16, "native per-tensor FP8 products need compute capability 8.9"),
+        ((9, 0), ("e4m3:1x32", "e4m3:1x32"), 16, "Ottava has no native MXFP8 product"),
+        ((10, 0), ("e2m1:1x16", "e2m1:1x16"), 16, "Ottava has no native NVFP4 product"),
+        ((10, 0), blocks, 16, "native 128-block FP8 products need compute capability 9.0, and no later one"),
+        ((9, 0), blocks, 15, "wants rows of both operands in multiples of 8"),
+    ):
+        caplog.clear()
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, c=capability: c)
+        for _ in range(2):
+            on_cuda(schemes, m=rows)
+        (record,) = caplog.records
+        assert record.levelname == "WARNING" and re.search(
+            f"products run by exact emulation on A100.*{why}", record.message
+        )
+
+
+def test_nothing_is_said_of_a_product_that_is_native(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warn_once.cache_clear()
+    monkeypatch.setattr(gemm, "leads", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    called = []
+    monkeypatch.setattr(gemm, "_cublas_tensorwise", lambda *args: called.append("tensor"))
+    monkeypatch.setattr(gemm, "_cublas_blockwise", lambda *args: called.append("block"))
+    on_cuda(("e5m2:tensor", "e4m3:tensor"))
+    on_cuda(("e4m3:1x128:pow2", "e4m3:128x128:pow2"))
+    on_cuda(("e4m3:1x32", "e4m3:1x32"), m=0)  # nothing to multiply
+    assert called == ["tensor", "block"] and not caplog.records

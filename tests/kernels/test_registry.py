@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 
@@ -47,15 +45,6 @@ def test_define_registers_reference_and_fake() -> None:
     assert op(torch.ones(2), 3).tolist() == [3.0, 3.0]
     assert op(torch.ones(2, device="meta"), 3).device.type == "meta"
     torch.library.opcheck(op, (torch.ones(2), 3))
-
-
-def test_say_once(caplog: pytest.LogCaptureFixture) -> None:
-    registry.say_once.cache_clear()
-    with caplog.at_level(logging.INFO, logger="ottava"):
-        registry.say_once("a")
-        registry.say_once("a")
-        registry.say_once("b")
-    assert [record.message for record in caplog.records] == ["a", "b"]
 
 
 def test_has_triton_is_asked_once() -> None:

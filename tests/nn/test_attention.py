@@ -64,6 +64,15 @@ def compare(
         torch.testing.assert_close(got.double(), want, rtol=tol * 5, atol=tol * 5)
 
 
+def test_more_than_64_groups_of_keys() -> None:
+    """The groups are a batch of products; only a contraction is added by halves."""
+    compare(
+        DotProductAttention(72, 4, num_gqa_groups=72, attn_mask_type="no_mask", attention_dropout=0.0),
+        everything(1, 72, 3, 5),
+        inputs(s=3, t=5, b=1, h=72, g=72, d=4),
+    )
+
+
 # -------------------------------------------------------------------------------------------------------------- mask types
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
 import ottava
 from ottava import recipe
+from ottava.nn.product import watching
 
 RECIPES = {
     "none": None,
@@ -107,3 +110,37 @@ def test_weight_gradients_accumulate_into_main_grad(name):
     for g in range(2):
         assert getattr(fused, f"weight{g}").grad is None
         assert torch.equal(getattr(fused, f"weight{g}").main_grad, getattr(plain, f"weight{g}").grad + 1.0)
+
+
+@pytest.mark.parametrize("name", ["current", "delayed"])
+def test_one_graph_for_all_experts(name):
+    splits = [16, 0, 80]
+    torch._dynamo.reset()
+    eager, _ = pair(splits)
+    module = copy.deepcopy(eager)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    x = torch.randn(96, 64, dtype=torch.bfloat16)
+    found = []
+    for call in (eager, compiled):
+        inp = x.clone().requires_grad_()
+        with ottava.autocast(recipe=RECIPES[name]):
+            y = call(inp, splits)
+        y.sum().backward()
+        found.append((y, inp.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*found))
+    assert torch.equal(eager.weight2.grad, module.weight2.grad)
+
+
+def test_operands_of_every_expert_can_be_looked_at():
+    splits = [16, 32]
+    grouped, _ = pair(splits)
+    seen = []
+    with (
+        ottava.autocast(recipe=recipe.Float8CurrentScaling()),
+        watching(lambda a, b: seen.append((a.data.shape[0], str(a.scheme), str(b.scheme)))),
+    ):
+        grouped(torch.randn(48, 64, dtype=torch.bfloat16, requires_grad=True), splits).sum().backward()
+    forward, dgrad, wgrad = seen[:2], seen[2:4], seen[4:]
+    assert forward == [(16, "e4m3:tensor", "e4m3:tensor"), (32, "e4m3:tensor", "e4m3:tensor")]
+    assert dgrad == [(16, "e5m2:tensor", "e4m3:tensor"), (32, "e5m2:tensor", "e4m3:tensor")]
+    assert wgrad == [(96, "e5m2:tensor", "e4m3:tensor")] * 2

@@ -25,16 +25,16 @@ from ottava.nn import initialize
 from ottava.nn.initialize import (
     Constant,
     Elementwise,
+    InitSlice,
     Normal,
-    Part,
     Uniform,
     Whole,
     ZeroRows,
     as_method,
-    become_,
     draw,
     elementwise,
     materialize_,
+    swap_parameter_,
 )
 
 METHODS: dict[str, Any] = {
@@ -284,16 +284,16 @@ def test_a_user_module_says_how_it_starts() -> None:
 def test_a_part_outside_its_matrix_is_refused() -> None:
     class Wrong(nn.Linear):
         def initial_values(self) -> dict[str, Any]:
-            return {"weight": Part(Normal(), (16, 8), (12, 0))}
+            return {"weight": InitSlice(Normal(), (16, 8), (12, 0))}
 
     with pytest.raises(ValueError, match=r"starting at \(12, 0\) does not lie inside its full shape \(16, 8\)"):
         materialize_(Wrong(8, 8, bias=False, device="meta"), device="cpu")
 
 
-def test_become_keeps_the_object() -> None:
+def test_swapping_keeps_the_object() -> None:
     weight = nn.Parameter(torch.empty(2, 2, device="meta"))
     kept = weight
-    become_(weight, torch.ones(2, 2))
+    swap_parameter_(weight, torch.ones(2, 2))
     assert kept is weight and weight.tolist() == [[1.0, 1.0], [1.0, 1.0]] and weight.requires_grad
 
 

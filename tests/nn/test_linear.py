@@ -46,7 +46,7 @@ def values(x: Tensor, scheme: str, role: str, direction: str = "rowwise") -> Ten
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_unquantized_against_torch(dtype: torch.dtype) -> None:
     module, plain = linear(params_dtype=dtype), torch.nn.Linear(IN, OUT, dtype=torch.float64)
-    plain.load_state_dict({k: v.double() for k, v in module.state_dict().items()})
+    plain.load_state_dict({k: v.detach().double() for k, v in module.named_parameters()})
     x, dy = torch.randn(5, 3, IN, dtype=dtype), torch.randn(5, 3, OUT, dtype=dtype)
     y, dx = run(module, x, dy, "none")
     x64 = x.double().requires_grad_()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import ottava
 from ottava import recipe
-from ottava.quant.tensor import BUFFER_NAMES, Stack, stack, stacks
+from ottava.quant.tensor import BUFFER_NAMES
 from quant_cases import DETERMINISTIC, QUANTIZING, RECIPES, all_same
 
 EXACT = [name for name in DETERMINISTIC if name != "none"]
@@ -390,21 +390,3 @@ def test_gradients_flow_through_dequantized_reads() -> None:
     weight = torch.nn.Parameter(make())
     (weight * 2).sum().backward()
     assert torch.equal(weight.grad, torch.full((256, 128), 2.0))
-
-
-def test_parts_of_one_matrix_are_stacked_by_what_they_share() -> None:
-    """Parts that share a scale of the tensor: bytes are put under one another, the scale and the columnwise bytes are taken as they are."""
-    whole = make("current", (96, 64))
-    columns = whole._parts["columnwise_data"]
-    shared = {name: whole._parts[name] for name in ("rowwise_scale_inv", "columnwise_scale_inv", "rowwise_amax")}
-    matrix = Stack((32, 64), shared | {"columnwise_data": columns})
-    parts = []
-    for index, (first, last) in enumerate(((0, 32), (32, 96))):
-        data = {"rowwise_data": whole._parts["rowwise_data"][first:last], "columnwise_data": columns[:, first:last]}
-        parts.append(ottava.QuantizedTensor(shared | data, whole.scheme, (last - first, 64), whole.dtype))
-        parts[-1]._part_of = (matrix, index)
-    assert stacks(parts)
-    joined = stack(parts)
-    assert torch.equal(joined.dequantize(), whole.dequantize())
-    assert joined.columnwise_data is columns
-    assert not stacks(parts[::-1]) and not stacks(parts[:1] * 2)  # another matrix, of which the scale is not known

@@ -6,8 +6,10 @@ import math
 
 import pytest
 
+import ottava
 from ottava.train.config import GateSection, HealthSection
 from ottava.train.exits import NonFinite
+from ottava.train.fp8_health import _Passing
 from ottava.train.gates import judge
 from ottava.train.health import Health
 from ottava.train.watchdog import describe
@@ -60,3 +62,12 @@ def test_the_watchdog_blames_a_silent_rank_first_then_the_one_behind():
     silent = describe({0: at, 1: {**at, "told": 50.0}}, 3, 60, 10, now=100)
     assert "rank 1, 2" in silent and "rank 1 was at step 7, agreement" in silent
     assert "All ranks are at step 7" in describe({0: at, 1: at}, 2, 60, 10, now=100)
+
+
+def test_the_operands_of_every_product_of_a_module_have_a_name():
+    experts = _Passing("layers.0.experts", ottava.GroupedLinear(3, 32, 32, device="cpu"))
+    assert [experts.next_forward() for _ in range(3)] == [f"layers.0.experts.{g}." for g in range(3)]
+    experts = _Passing("experts", ottava.GroupedLinear(2, 32, 32, device="cpu"))
+    assert [experts.next_backward() for _ in range(4)] == ["experts.0.", "experts.1.", None, None]
+    mlp = _Passing("mlp", ottava.LayerNormMLP(32, 64, device="cpu"))
+    assert [mlp.next_backward() for _ in range(4)] == ["mlp.fc2.", None, "mlp.", None]

@@ -1,4 +1,4 @@
-"""How ranks find each other after a restart."""
+"""How ranks find each other, after a restart too, and what their process group is made with."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import threading
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from ottava.train.world import meet
+from ottava.train.world import Place, World, meet
 
 
 def test_a_rank_that_reads_an_old_address_waits_for_the_new_one():
@@ -33,3 +34,27 @@ def test_a_server_with_another_secret_is_not_it():
     known.set("ottava/meeting", f"{stranger.port} expected")
     with pytest.raises(TimeoutError, match="rank 1 did not find rank 0"):
         meet(known, "localhost", rank=1, seconds=1.0)
+
+
+@pytest.mark.parametrize(
+    "gpus, place, backend, bound",
+    [
+        (8, Place(11, 16, 3, 8), "cpu:gloo,cuda:nccl", torch.device("cuda", 3)),
+        (1, Place(0, 1, 0, 1), "cpu:gloo,cuda:nccl", torch.device("cuda", 0)),
+        (1, Place(1, 2, 1, 2), "cpu:gloo,cuda:gloo", None),  # two ranks on one GPU: gloo has nothing to bind
+        (0, Place(1, 2, 1, 2), "gloo", None),
+    ],
+    ids=["two nodes of 8", "one GPU", "a shared GPU", "CPU"],
+)
+def test_nccl_is_bound_to_the_ranks_gpu(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, place: Place, backend: str, bound: torch.device | None
+) -> None:
+    made = []
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: made.append((backend, options)))
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    World(place, timeout=600.0)
+    ((used, options),) = made
+    assert used == backend and options.get("device_id") == bound

@@ -9,6 +9,7 @@ Weights that are stored in FP8 (`quantized_model_init`) are entries of bytes and
 NAME.rowwise_data            uint8 [M, K]; E2M1: [M, K/2]
 NAME.rowwise_scale_inv       [1], or one a block: [ceil(M/B), ceil(K/B)], [M, ceil(K/B)]
 NAME.rowwise_amax            [1], where the scheme keeps it
+NAME.format                  uint8 [24]: element format and block as text, padded with zeros
 NAME.columnwise_data         uint8 [K, M], and
 NAME.columnwise_scale_inv    [K, ceil(M/B)]: 1-D blocks only; elsewhere the columnwise copy is the transpose
 """
@@ -119,8 +120,10 @@ class Placed:
             entry[f"{direction}_data"] = Part(
                 shape, data.dtype, ((at, data),), former=self._former(f".{direction}_data", shape)
             )
-            if scheme.block is not None:
+            if not scheme.per_tensor:
                 entry[f"{direction}_scale_inv"] = self._scale(memory, direction)
+        text = scheme.as_bytes()  # not in checkpoints before 0.2
+        entry["format"] = Part(tuple(text.shape), text.dtype, (((0,), text),), optional=True)
         if scheme.needs_tensor_amax:
             entry["rowwise_amax"] = self._of_tensor(memory.group.amax, ".rowwise_amax")
         if scheme.per_tensor:

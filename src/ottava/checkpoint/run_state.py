@@ -31,6 +31,7 @@ from ottava.checkpoint.placement import Placed, modules_of, placed_parameters
 from ottava.distributed.fsdp import refresh
 from ottava.distributed.random import CudaRNGStatesTracker
 from ottava.nn.rotary import RotaryPositionEmbedding
+from ottava.nn.weights import weight_format
 from ottava.optimizers import FusedAdam
 from ottava.quant.delayed import DelayedState
 from ottava.quant.weight import Weight
@@ -241,6 +242,16 @@ def _set_streams(
 # ------------------------------------------------------------------------------------------------------------ after loading
 
 
+def _check_format(placed: Placed, entry: Mapping[str, Part]) -> None:
+    """Raises if the bytes that were loaded mean something else than the weight takes them for."""
+    (_, found), here = entry["format"].views[0], placed.local.scheme  # type: ignore[attr-defined]
+    if not torch.equal(found, here.as_bytes()):
+        raise ValueError(
+            f"{placed.name} is stored as {here} here, but as {weight_format(found)} in the checkpoint, whose bytes have been loaded: build "
+            "the model with the recipe that it was saved with."
+        )
+
+
 def _settle(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -252,6 +263,7 @@ def _settle(
     parameters = list(placed_parameters(model))
     for placed in parameters:
         if isinstance(placed.local, Weight) and placed.local.stored_quantized:
+            _check_format(placed, state["model"][placed.name])
             placed.local.memory.bytes_were_loaded()
     for path, delayed in _delayed(model):
         if f"delayed.{path}.fwd_scale" in kept:

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from ottava.kernels.gemm import recipe_emulated_because
 from ottava.nn.base import QuantizedModule as TransformerEngineBaseModule
 from ottava.quant.state import CURRENT, default_recipe
-from ottava.recipe import Recipe
+from ottava.recipe import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe
 
 __all__ = [
     "FP8GlobalStateManager",
@@ -45,37 +46,36 @@ def get_cudnn_version() -> tuple[int, int, int]:
     return version // base, version % base // 100, version % 100
 
 
-def _native(needed: tuple[int, int], what: str) -> Support:
-    """Whether the machine multiplies `what` itself, so that a script that chooses by speed chooses well.
+def _native(recipe: Recipe, what: str) -> Support:
+    """Whether the products of `recipe` are multiplied natively, so that a script that chooses by speed chooses well.
 
-    A CPU multiplies none of them; there all recipes run by exact emulation and are equally available.
+    The GEMM itself is asked. A CPU multiplies none of them; there all recipes run by exact emulation and are equally available.
     """
     have = get_device_compute_capability()
-    if have == (0, 0) or have >= needed:
+    why = None if have == (0, 0) else recipe_emulated_because(recipe, have)
+    if why is None:
         return True, ""
-    return False, (
-        f"{what} runs by exact emulation on compute capability {have[0]}.{have[1]}; native multiplication needs {needed[0]}.{needed[1]}."
-    )
+    return False, f"{what} runs by exact emulation on compute capability {have[0]}.{have[1]}: {why}."
 
 
 def check_fp8_support() -> Support:
     """(available, why not) for one scale a tensor."""
-    return _native((8, 9), "FP8")
+    return _native(Float8CurrentScaling(), "FP8")
 
 
 def check_fp8_block_scaling_support() -> Support:
     """(available, why not) for blocks of 128."""
-    return _native((9, 0), "FP8 block scaling")
+    return _native(Float8BlockScaling(), "FP8 block scaling")
 
 
 def check_mxfp8_support() -> Support:
     """(available, why not) for MXFP8."""
-    return _native((10, 0), "MXFP8")
+    return _native(MXFP8BlockScaling(), "MXFP8")
 
 
 def check_nvfp4_support() -> Support:
     """(available, why not) for NVFP4."""
-    return _native((10, 0), "NVFP4")
+    return _native(NVFP4BlockScaling(), "NVFP4")
 
 
 def is_fp8_available(return_reason: bool = False) -> bool | Support:
@@ -100,8 +100,10 @@ def is_nvfp4_available(return_reason: bool = False) -> bool | Support:
 
 def is_bf16_available(return_reason: bool = False) -> bool | Support:
     """Whether to use bfloat16."""
-    support = _native((8, 0), "bfloat16")
-    return support if return_reason else support[0]
+    have = get_device_compute_capability()
+    available = have == (0, 0) or have >= (8, 0)
+    reason = "" if available else f"bfloat16 needs compute capability 8.0, got {have[0]}.{have[1]}."
+    return (available, reason) if return_reason else available
 
 
 def get_default_recipe() -> Recipe:

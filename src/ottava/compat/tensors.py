@@ -10,12 +10,10 @@ __all__ = ["Float8BlockwiseQTensor", "Float8Tensor", "MXFP8Tensor", "NVFP4Tensor
 
 
 class _OfKind(type):
-    """Makes `isinstance(x, Class)` ask for a `QuantizedTensor` of `Class.kind`."""
-
-    kind: str
+    """Makes `isinstance(x, Class)` ask for a `QuantizedTensor` whose scheme has the name of the class."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, QuantizedTensor) and instance.scheme.kind == cls.kind
+        return isinstance(instance, QuantizedTensor) and instance.scheme.tensor_class == cls.__name__
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         raise ValueError(f"{cls.__name__} cannot be constructed here: use ottava.quantize(x, recipe, role=...).")
@@ -24,22 +22,14 @@ class _OfKind(type):
 class Float8Tensor(metaclass=_OfKind):
     """One scale a tensor: `DelayedScaling`, `Float8CurrentScaling`."""
 
-    kind = "tensor"
-
 
 class Float8BlockwiseQTensor(metaclass=_OfKind):
     """Blocks of 128: `Float8BlockScaling`."""
-
-    kind = "block"
 
 
 class MXFP8Tensor(metaclass=_OfKind):
     """Blocks of 32: `MXFP8BlockScaling`."""
 
-    kind = "mx"
-
 
 class NVFP4Tensor(metaclass=_OfKind):
     """Blocks of 16: `NVFP4BlockScaling`."""
-
-    kind = "nvfp4"

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from ottava.distributed.plan import Meshes, ParallelPlan
-from ottava.distributed.random import CudaRNGStatesTracker, model_parallel_seed
+from ottava.distributed.random import CudaRNGStatesTracker, model_parallel_seed, use_tracker
 from ottava.distributed.recompute import apply_recompute, checkpoint
 from ottava.distributed.tensor_parallel import Column, Row, split_tensors
 from ottava.distributed.user_buffers import destroy_ub, initialize_ub
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ottava.distributed.fsdp import attach, refresh, shard_model
     from ottava.distributed.fsdp1 import ddp, prepare_te_modules_for_fsdp, shard_model_fsdp1
     from ottava.distributed.gradients import clip_grad_norm_, gradient_sync
-    from ottava.distributed.parallel_model import meshes_of, parallelize, prefetch_blocks
+    from ottava.distributed.parallel_model import meshes_of, parallelize, prefetch_blocks, tracker_of
     from ottava.distributed.whole import whole_state
 
 __all__ = [
@@ -38,6 +38,8 @@ __all__ = [
     "shard_model",
     "shard_model_fsdp1",
     "split_tensors",
+    "tracker_of",
+    "use_tracker",
     "whole_state",
 ]
 
@@ -47,7 +49,7 @@ _LATER = {
     **dict.fromkeys(("attach", "refresh", "shard_model"), "ottava.distributed.fsdp"),
     **dict.fromkeys(("clip_grad_norm_", "gradient_sync"), "ottava.distributed.gradients"),
     "whole_state": "ottava.distributed.whole",
-    **dict.fromkeys(("meshes_of", "parallelize", "prefetch_blocks"), "ottava.distributed.parallel_model"),
+    **dict.fromkeys(("meshes_of", "parallelize", "prefetch_blocks", "tracker_of"), "ottava.distributed.parallel_model"),
 }
 
 

@@ -30,10 +30,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ottava import torch_private
 from ottava.distributed.collectives import FixedOrderReduceScatter
 from ottava.distributed.recompute import layers_of
-from ottava.kernels.registry import say_once
 from ottava.nn.base import QuantizedModule
 from ottava.nn.strategy import like_dtensor
-from ottava.quant.delayed import uses_delayed_scaling
+from ottava.notices import warn_once
+from ottava.quant.quantization import Quantization
 from ottava.quant.scheme import Scheme, weight_scheme
 from ottava.quant.state import CURRENT
 from ottava.quant.weight import Weight, join_parts, note_made
@@ -129,7 +129,7 @@ class GatherPlan:
         scheme = _check_recipe(model, recipe)
         _set_scheme(model, recipe, scheme)
         self.recipe = recipe
-        one_direction = scheme.two_copies and recipe.backward_override is None  # type: ignore[attr-defined]
+        one_direction = scheme.two_copies and Quantization.of(recipe).backward == "quantized"
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 torch_private.forget_gathered(module)
@@ -165,7 +165,7 @@ def _before_forward(model: nn.Module, args: Any) -> None:
                 raise
             # The modules quantize what was gathered in high precision.
             wire.refused = wanted
-            say_once(f"ottava: weights travel in high precision. {error}")
+            warn_once(f"ottava: weights travel in high precision. {error}")
             return
         refresh(model)
     elif wire.recipe is not None and wire.made_at != _STEPS[0]:
@@ -288,7 +288,7 @@ def _travelling_scheme(recipe: Recipe) -> Scheme:
             f"shard_model cannot quantize weights as {scheme}: a Hadamard transform mixes rows of several ranks, and stochastic "
             "rounding would differ between forward and backward. Use a recipe without them for weights."
         )
-    if recipe.backward_override == "high_precision":  # type: ignore[attr-defined]
+    if Quantization.of(recipe).backward == "high_precision":
         raise ValueError(
             f"{type(recipe).__name__}(backward_override='high_precision') multiplies by the unquantized weight in backward, and "
             "shard_model gathers FP8 bytes only: use torch's own fully_shard, or backward_override='dequantized'."
@@ -327,7 +327,7 @@ def _mastered_parameter(
     local.memory.gather_dtype = None if policy is None else policy.param_dtype
     weight: Tensor = local
     if isinstance(parameter, DTensor):
-        gemm.module.place_weight(name, local)
+        local.memory.place_on(parameter.device_mesh, parameter.placements)
         weight = like_dtensor(parameter, local)
     return nn.Parameter(weight, requires_grad=parameter.requires_grad)
 
@@ -385,11 +385,10 @@ def _set_scheme(model: nn.Module, recipe: Recipe, scheme: Scheme) -> None:
         if weights[0].master is None:
             continue
         group = weights[0].memory.group
-        group.scheme, group.needs_columnwise = scheme, recipe.backward_override is None  # type: ignore[attr-defined]
-        if uses_delayed_scaling(recipe):
-            group.delayed, group.column = gemm.module.delayed, 3 * gemm.number + 1
-        else:
-            group.delayed = None
+        quantization = Quantization.of(recipe)
+        group.scheme, group.needs_columnwise = scheme, quantization.backward == "quantized"
+        group.delayed = gemm.module.delayed if quantization.delayed else None
+        group.column = 3 * gemm.number + 1
         for part in group.parts:
             part.forget_bytes()
 

@@ -1,6 +1,7 @@
 """`parallelize`: a model of whole layers becomes one that trains on all ranks, as a `ParallelPlan` says.
 
     check            do plan, machine and ranks agree                       topology.py, agreement.py
+    random streams   dropout masks that tensor-parallel ranks must not share  random.use_tracker
     split            parameters over tensor-parallel ranks                  tensor_parallel.split_tensors
     recompute        what is kept for backward                              recompute.apply_recompute
     shard            weights over data-parallel ranks, blocks then root     fsdp.shard_model, fsdp1.shard_model_fsdp1, fsdp1.ddp
@@ -25,15 +26,18 @@ from ottava.distributed.agreement import check_agreement
 from ottava.distributed.fsdp import refresh, shard_model
 from ottava.distributed.fsdp1 import ddp, shard_model_fsdp1
 from ottava.distributed.plan import Meshes, ParallelPlan
+from ottava.distributed.random import CudaRNGStatesTracker, seed_tracker, use_tracker
 from ottava.distributed.recompute import apply_recompute, layers_of
 from ottava.distributed.tensor_parallel import set_parallel_modes, split_tensors
 from ottava.distributed.topology import Machine, check_model, check_topology, enforce
 from ottava.nn.initialize import materialize_
+from ottava.quant.delayed import DelayedState
 from ottava.recipe import Recipe
 
-__all__ = ["meshes_of", "parallelize", "prefetch_blocks"]
+__all__ = ["meshes_of", "parallelize", "prefetch_blocks", "tracker_of"]
 
 _MESHES: weakref.WeakKeyDictionary[nn.Module, Meshes] = weakref.WeakKeyDictionary()
+_TRACKERS: weakref.WeakKeyDictionary[nn.Module, CudaRNGStatesTracker] = weakref.WeakKeyDictionary()
 
 
 def parallelize(
@@ -55,7 +59,8 @@ def parallelize(
     recipe: the recipe of the `autocast` that the model will train under, if it is to be checked now. FSDP2 gathers weights as FP8
         bytes, made from the float32 parameters once a step; without a recipe here, from the first forward inside `autocast` on.
     blocks: the modules that are sharded, prefetched and recomputed one at a time; by default the `TransformerLayer`s.
-    seed: of the first values of a model on the meta device, which are the same on every mesh.
+    seed: of the first values of a model on the meta device, which are the same on every mesh; and of dropout where tensor-parallel
+        ranks hold different heads or tokens (`tracker_of`). Elsewhere dropout draws from torch's default stream.
     config: what else all ranks must agree on. machine: `Machine.detect()` if not given.
 
         >>> plan = ParallelPlan(dp_shard=-1, tp=2)
@@ -80,7 +85,10 @@ def parallelize(
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     set_parallel_modes(model)  # the same parameters on every mesh, also where nothing is split
+    tracker = CudaRNGStatesTracker()
+    seed_tracker(tracker, seed, meshes.tp.get_local_rank(), meshes.dp_rank)
     if plan.tp > 1:
+        use_tracker(model, tracker)
         split_tensors(model, meshes.tp, meshes.weight, sequence_parallel=plan.sequence_parallel, overlap=plan.overlap)
     apply_recompute(model, plan.recompute, chosen or None)
     wrapped = model
@@ -100,8 +108,12 @@ def parallelize(
             refresh(model)
     else:
         materialize_(model, seed, device)
+    for module in wrapped.modules():
+        # The mesh of a plan is all ranks, and every rank runs every module.
+        if isinstance(module, DelayedState) and not module.data_groups:
+            module.data_groups = (dist.group.WORLD,)
     enforce(check_model(wrapped))
-    _MESHES[wrapped] = meshes
+    _MESHES[wrapped], _TRACKERS[wrapped] = meshes, tracker
     return wrapped
 
 
@@ -113,6 +125,16 @@ def meshes_of(model: nn.Module) -> Meshes:
     if model not in _MESHES:
         raise ValueError(f"This {type(model).__name__} was not returned by parallelize.")
     return _MESHES[model]
+
+
+def tracker_of(model: nn.Module) -> CudaRNGStatesTracker:
+    """The random streams that `parallelize` gave to dropout of tensor-parallel ranks. They belong into a checkpoint.
+
+    >>> state = model_state(model, optimizer, tracker=tracker_of(model))
+    """
+    if model not in _TRACKERS:
+        raise ValueError(f"This {type(model).__name__} was not returned by parallelize.")
+    return _TRACKERS[model]
 
 
 def prefetch_blocks(blocks: Iterable[nn.Module], count: int) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 MODEL_PARALLEL = "model-parallel-rng"
 
@@ -57,7 +57,7 @@ class CudaRNGStatesTracker:
         if torch.cuda.is_available():
             torch.cuda.manual_seed(seed)
         else:
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed asks all kinds of devices, a millisecond long
         self.states_[name] = _get()
         self.seeds_.add(seed)
         _set(before)
@@ -98,14 +98,35 @@ def model_parallel_seed(seed: int, tp_rank: int, dp_rank: int = 0) -> CudaRNGSta
     """
     seed_default(seed, dp_rank)
     tracker = CudaRNGStatesTracker()
-    tracker.add(MODEL_PARALLEL, _derived(seed, MODEL_PARALLEL, dp_rank, tp_rank))
+    seed_tracker(tracker, seed, tp_rank, dp_rank)
     return tracker
+
+
+def seed_tracker(tracker: CudaRNGStatesTracker, seed: int, tp_rank: int, dp_rank: int = 0) -> None:
+    """Makes the "model-parallel-rng" stream, started as by `model_parallel_seed`, the only one of `tracker`.
+
+    >>> seed_tracker(tracker, seed=1234, tp_rank=1)
+    """
+    tracker.reset()
+    tracker.add(MODEL_PARALLEL, _derived(seed, MODEL_PARALLEL, dp_rank, tp_rank))
+
+
+def use_tracker(model: nn.Module, tracker: CudaRNGStatesTracker) -> None:
+    """Dropout in `model` draws from `tracker` where tensor-parallel ranks hold different heads or tokens.
+
+    Modules that were constructed with a `get_rng_state_tracker` keep it.
+
+        >>> use_tracker(model, model_parallel_seed(1234, tp_rank, dp_rank))
+    """
+    for module in model.modules():
+        if hasattr(module, "get_rng_state_tracker") and module.get_rng_state_tracker is None:
+            module.get_rng_state_tracker = lambda: tracker  # type: ignore[assignment]
 
 
 def seed_default(seed: int, dp_rank: int = 0) -> None:
     """Seeds torch's default stream alone, as `model_parallel_seed` does: on the CPU and on this rank's GPU."""
     derived = _derived(seed, "default", dp_rank)
-    torch.default_generator.manual_seed(derived)  # torch.manual_seed asks all kinds of devices, a millisecond long
+    torch.default_generator.manual_seed(derived)
     if torch.cuda.is_available():
         torch.cuda.manual_seed(derived)
 

@@ -17,24 +17,25 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ottava import torch_private
 from ottava.distributed import collectives
-from ottava.nn import MultiheadAttention
+from ottava.nn import DotProductAttention, MultiheadAttention, TransformerLayer
 from ottava.nn import strategy as nn_strategy
 from ottava.nn.base import QuantizedModule
+from ottava.nn.operand import Operand, token_dims
 from ottava.nn.options import ParallelOptions
-from ottava.nn.strategy import Layout
+from ottava.nn.strategy import ALONE, Layout, Multiply, MultiplyAdd, Operands, Strategy, add_by_group
+from ottava.notices import warn_once
 from ottava.quant.weight import Weight
 
 __all__ = ["Column", "Row", "split_tensors"]
 
 
-class _TensorParallel:
+class _TensorParallel(Strategy):
     """What column and row have in common: a group, and whether tokens are spread over it."""
 
-    mode: str
-
     def __init__(self, group: Any, sequence_parallel: bool = False, bulk: bool = False) -> None:
-        self.group, self.sequence_parallel, self.bulk = group, sequence_parallel, bulk
+        self.group, self.spreads_tokens, self.bulk = group, sequence_parallel, bulk
         self.size, self.rank = collectives.size_of(group), collectives.rank_of(group)
+        self.shares_weight_amax = True
 
     def share_amax(self, amax: Tensor) -> Tensor:
         """MAX over the ranks, of each element."""
@@ -46,7 +47,7 @@ class _TensorParallel:
 
     def reduce(self, y: Tensor, bias: Tensor | None = None) -> Tensor:
         """Sum over ranks, plus bias: all tokens, or this rank's with sequence parallelism."""
-        if self.sequence_parallel:
+        if self.spreads_tokens:
             return collectives.reduce_scatter(y, self.group, bias)
         return collectives.all_reduce(y, self.group, bias)
 
@@ -59,32 +60,109 @@ class _TensorParallel:
 
     def begin_reduce(self, y: Tensor) -> Callable[[], Tensor]:
         """`reduce`, likewise."""
-        if self.bulk and self.sequence_parallel:
+        if self.bulk and self.spreads_tokens:
             return collectives.begin_reduce_scatter(y, self.group)
         total = self.reduce(y)
         return lambda: total
+
+    def gather_tokens(self, operand: Operand) -> Operand:
+        """The operand of all ranks' tokens: bytes, and the scales where they belong to tokens."""
+        dims = token_dims(operand)
+        data = self.gather(operand.data, dims.data)
+        if dims.scale is None:
+            return operand._replace(data=data)
+        assert operand.scale_inv is not None
+        return operand._replace(data=data, scale_inv=self.gather(operand.scale_inv, dims.scale))
+
+    def begin_gather_tokens(self, operand: Operand) -> Callable[[], Operand]:
+        """`gather_tokens`, likewise."""
+        dims = token_dims(operand)
+        data = self.begin_gather(operand.data, dims.data)
+        if dims.scale is None:
+            return lambda: operand._replace(data=data())
+        assert operand.scale_inv is not None
+        scale = self.begin_gather(operand.scale_inv, dims.scale)
+        return lambda: operand._replace(data=data(), scale_inv=scale())
 
     def replicated(self, parameter: Tensor) -> Tensor:
         """`parameter`, whose gradient is summed over the ranks."""
         return _SummedGradient.apply(parameter, self.group)
 
-    def __deepcopy__(self, memo: Any) -> _TensorParallel:
-        return self  # groups are handles of this process
-
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(rank {self.rank} of {self.size}, sequence_parallel={self.sequence_parallel})"
+        return f"{type(self).__name__}(rank {self.rank} of {self.size}, sequence_parallel={self.spreads_tokens})"
 
 
 class Column(_TensorParallel):
     """y[M, N/tp] = x[M, K] @ w[N/tp, K].T: each rank computes some of the outputs."""
 
-    mode = "column"
+    def __init__(self, group: Any, sequence_parallel: bool = False, bulk: bool = False) -> None:
+        super().__init__(group, sequence_parallel, bulk)
+        self.shares_input_amax = self.gathers_input = sequence_parallel
+        self.shares_grad_amax = True
+
+    def before_gemm(self, operand: Operand) -> Operand:
+        """x[M, K] from x[M/tp, K] where tokens are spread."""
+        return self.gather_tokens(operand) if self.spreads_tokens else operand
+
+    def fprop(self, operands: Operands, multiply: MultiplyAdd, biases: list[Tensor]) -> Tensor:
+        """Gathers tokens, then multiplies."""
+        return multiply([self.before_gemm(operand) for operand in operands], biases)
+
+    def dgrad(self, grads: Operands, multiply: Multiply) -> tuple[Callable[[], Tensor], Operands]:
+        """Multiplies, then sums over ranks."""
+        return self.begin_reduce(multiply(grads)), grads
+
+    def before_wgrad(self, operands: Operands) -> Callable[[], Operands]:
+        """Columnwise copies of all tokens, where they are spread."""
+        if not self.spreads_tokens:
+            return lambda: operands
+        travelling = [self.begin_gather_tokens(operand) for operand in operands]
+        return lambda: [arrive() for arrive in travelling]
+
+    def input_parameter(self, parameter: Tensor) -> Tensor:
+        """Acts on this rank's tokens only, where they are spread."""
+        return self.replicated(parameter) if self.spreads_tokens else parameter
+
+    def output_tokens(self, tokens: int) -> int:
+        """Those of all ranks."""
+        return tokens * self.size if self.spreads_tokens else tokens
 
 
 class Row(_TensorParallel):
     """y[M, N] = sum over ranks of x[M, K/tp] @ w[N, K/tp].T: each rank has some of the inputs."""
 
-    mode = "row"
+    def __init__(self, group: Any, sequence_parallel: bool = False, bulk: bool = False) -> None:
+        super().__init__(group, sequence_parallel, bulk)
+        self.shares_input_amax = True
+        self.shares_grad_amax = self.gathers_grad = sequence_parallel
+
+    def after_gemm(self, out: Tensor, biases: list[Tensor], rows: list[int]) -> Tensor:
+        """The sum over ranks, then the bias."""
+        if len(biases) <= 1:
+            return self.reduce(out, biases[0] if biases else None)
+        return add_by_group(self.reduce(out), biases, rows)
+
+    def fprop(self, operands: Operands, multiply: MultiplyAdd, biases: list[Tensor]) -> Tensor:
+        """Multiplies, then sums over ranks."""
+        return self.after_gemm(multiply(operands, []), biases, [operand.data.shape[0] for operand in operands])
+
+    def before_dgrad(self, grad: Operand) -> Operand:
+        """dy[M, N] from dy[M/tp, N] where tokens are spread."""
+        return self.gather_tokens(grad) if self.spreads_tokens else grad
+
+    def dgrad(self, grads: Operands, multiply: Multiply) -> tuple[Callable[[], Tensor], Operands]:
+        """Gathers tokens, then multiplies."""
+        whole = [self.before_dgrad(grad) for grad in grads]
+        out = multiply(whole)
+        return lambda: out, whole
+
+    def output_parameter(self, parameter: Tensor) -> Tensor:
+        """Acts on this rank's tokens only, where they are spread."""
+        return self.replicated(parameter) if self.spreads_tokens else parameter
+
+    def output_tokens(self, tokens: int) -> int:
+        """This rank's."""
+        return tokens // self.size if self.spreads_tokens else tokens
 
 
 class _SummedGradient(torch.autograd.Function):
@@ -103,10 +181,12 @@ class _SummedGradient(torch.autograd.Function):
 class _Backend:
     """See `ottava.nn.strategy.Backend`."""
 
-    def strategy(self, mode: str, group: Any, sequence_parallel: bool, bulk: bool = False) -> _TensorParallel | None:
+    strategies: dict[str, Callable[..., Strategy]] = {"column": Column, "row": Row}
+
+    def strategy(self, mode: str, group: Any, sequence_parallel: bool, bulk: bool = False) -> Strategy:
         if collectives.size_of(group) == 1:
-            return None
-        return {"column": Column, "row": Row}[mode](group, sequence_parallel, bulk)
+            return ALONE
+        return self.strategies[mode](group, sequence_parallel, bulk)
 
     def group_of(self, mesh: Any) -> Any:
         if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
@@ -179,6 +259,7 @@ def split_tensors(
                 bulk = overlap != "none"
                 module.overlap = replace(module.overlap, bulk_dgrad=bulk, bulk_wgrad=bulk)
     _split_below(model, tp_mesh, weight_mesh, "", {})
+    _warn_of_shared_masks(model, tp_mesh)
     return model
 
 
@@ -187,6 +268,24 @@ def set_parallel_modes(model: nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, "set_parallel_mode"):
             module.set_parallel_mode()  # type: ignore[operator]
+
+
+def _warn_of_shared_masks(model: nn.Module, tp_mesh: DeviceMesh) -> None:
+    """Dropout that would draw the same mask for different heads or tokens of the ranks."""
+    if (
+        tp_mesh.size() == 1 or torch.distributed.get_backend(tp_mesh.get_group()) == "fake"
+    ):  # "fake": memory is estimated
+        return
+    for module in model.modules():
+        heads = isinstance(module, DotProductAttention) and module.attention_dropout > 0.0
+        tokens = isinstance(module, TransformerLayer) and module.hidden_dropout > 0.0 and module.sequence_parallel
+        if (heads or tokens) and module.get_rng_state_tracker is None:
+            warn_once(
+                f"ottava: {type(module).__name__} of {type(model).__name__} has dropout and no get_rng_state_tracker: tensor-parallel "
+                "ranks would drop the same places of different heads and tokens. Call use_tracker(model, model_parallel_seed(seed, "
+                "tp_rank, dp_rank)) before split_tensors."
+            )
+            return
 
 
 def _split_below(

@@ -13,8 +13,6 @@ if its size divides the island's. tp groups work in every layer and must; weight
 
 from __future__ import annotations
 
-import functools
-import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -26,8 +24,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ottava.distributed.plan import ParallelPlan
-
-log = logging.getLogger("ottava")
+from ottava.notices import leads, warn_once
 
 # What tp divides, and the names under which model configurations have it. The first is TransformerEngine's, which ours is too.
 _DIVIDED_BY_TP = {
@@ -169,18 +166,13 @@ def enforce(findings: Iterable[Finding]) -> None:
     >>> enforce(check_topology(plan, config) + check_model(model))
     """
     findings = list(findings)
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
+    if leads():
         for finding in findings:
             if finding.level == "warning":
-                _warn_once(finding.message)
+                warn_once(finding.message)
     errors = [finding.message for finding in findings if finding.level == "error"]
     if errors:
         raise ValueError("The plan cannot run here: " + "\n  ".join(errors if len(errors) == 1 else ["", *errors]))
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    log.warning(message)
 
 
 def _number(variables: Mapping[str, str], name: str) -> int | None:

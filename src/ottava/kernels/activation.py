@@ -9,12 +9,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ottava.kernels.cast import Six, fake_buffers, reference_buffers
+from ottava.kernels.cast import BufferTensors, fake_buffers, reference_buffers
 from ottava.kernels.elementary import sigmoid, tanh
 from ottava.kernels.fixed_order import sum_rows
 from ottava.kernels.registry import define
@@ -160,7 +159,7 @@ amax = define("activation_amax", _amax, lambda h, name: h.new_empty(1, dtype=tor
 
 def _quantize(
     h: Tensor, name: str, scheme: str, scale: Tensor | None, amax: Tensor | None, rowwise: bool, columnwise: bool
-) -> Six:
+) -> BufferTensors:
     """The activation's output, quantized. Current scaling takes its scale from the float32 amax, then quantizes rounded values."""
     parsed = Scheme.parse(scheme)
     values = _values(h, get(name))
@@ -172,13 +171,13 @@ def _quantize(
 
 def _quantize_fake(
     h: Tensor, name: str, scheme: str, scale: Tensor | None, amax: Tensor | None, rowwise: bool, columnwise: bool
-) -> Six:
+) -> BufferTensors:
     return fake_buffers(h, h.shape[0], output_width(h.shape[1], get(name)), Scheme.parse(scheme), rowwise, columnwise)
 
 
 def _quantize_cuda(
     h: Tensor, name: str, scheme: str, scale: Tensor | None, amax: Tensor | None, rowwise: bool, columnwise: bool
-) -> Six:
+) -> BufferTensors:
     from ottava.kernels import tile
 
     parsed, producer = Scheme.parse(scheme), tile.Activation(h, get(name))
@@ -206,7 +205,8 @@ def _backward_cuda(dy: Tensor, h: Tensor, name: str) -> Tensor:
 backward = define("activation_backward", _backward, lambda dy, h, name: torch.empty_like(h), _backward_cuda)
 
 
-Seven = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+# `Buffers` and the column sum, as an op's schema can say it.
+BuffersAndSum = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def _backward_quantize(
@@ -219,7 +219,7 @@ def _backward_quantize(
     rowwise: bool,
     columnwise: bool,
     column_sum: bool,
-) -> Seven:
+) -> BuffersAndSum:
     """The gradient of h, quantized; and, if asked, its sum over rows in h's dtype (the bias gradient of the GEMM that made h)."""
     parsed = Scheme.parse(scheme)
     values = _gradient_values(dy, h, get(name))
@@ -228,20 +228,37 @@ def _backward_quantize(
     return *buffers, sum_rows(values.float()).to(h.dtype) if column_sum else h.new_empty(0)
 
 
-def _backward_quantize_fake(dy: Tensor, h: Tensor, *args: Any) -> Seven:
-    _, scheme, _, _, rowwise, columnwise, column_sum = args
+def _backward_quantize_fake(
+    dy: Tensor,
+    h: Tensor,
+    name: str,
+    scheme: str,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    rowwise: bool,
+    columnwise: bool,
+    column_sum: bool,
+) -> BuffersAndSum:
     buffers = fake_buffers(h, h.shape[0], h.shape[1], Scheme.parse(scheme), rowwise, columnwise)
     return *buffers, h.new_empty(h.shape[1] if column_sum else 0)
 
 
-def _backward_quantize_cuda(*args: Any) -> Seven:
-    """Arguments as `_backward_quantize`."""
+def _backward_quantize_cuda(
+    dy: Tensor,
+    h: Tensor,
+    name: str,
+    scheme: str,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    rowwise: bool,
+    columnwise: bool,
+    column_sum: bool,
+) -> BuffersAndSum:
     from ottava.kernels import tile
 
-    dy, h, name, scheme, scale, amax, rowwise, columnwise, column_sum = args
     parsed, producer = Scheme.parse(scheme), tile.ActivationBackward(dy, h, get(name))
     if not tile.supports(producer, parsed):
-        return _backward_quantize(*args)
+        return _backward_quantize(dy, h, name, scheme, scale, amax, rowwise, columnwise, column_sum)
     sums = h.new_empty(h.shape[1] if column_sum else 0, dtype=torch.float32)
     buffers = tile.quantize(producer, parsed, scale, amax, rowwise, columnwise, sums)
     return *buffers, sums.to(h.dtype)

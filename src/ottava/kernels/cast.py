@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ottava.kernels.fixed_order import sum_rows
+from ottava.kernels.fixed_order import matmul, sum_rows
 from ottava.kernels.registry import define
 from ottava.quant.formats import E2M1_VALUES, NAN_BYTE, Element, e8m0_to_float
 from ottava.quant.scaling import amax_of, e8m0_from_amax, scale_from_amax
@@ -62,17 +62,18 @@ def _unpad(blocks: Tensor, shape: torch.Size) -> Tensor:
     return blocks.reshape(r * rows, c * cols)[: shape[0], : shape[1]].contiguous()
 
 
-def _one_way_tensor(
+def _direction_by_tensor(
     x: Tensor, scheme: Scheme, scale: Tensor | None, amax: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     amax = amax_of(x) if amax is None else amax.clone()
+    check_scale(scale)
     if scale is None:
         scale = scale_from_amax(amax, scheme.element.max, scheme.epsilon, scheme.power_of_two)
     data = to_fp8_bytes(x.float() * scale, scheme.element)
     return data, torch.ones_like(scale) / scale, amax
 
 
-def _one_way_block(x: Tensor, scheme: Scheme, inf_value: float) -> tuple[Tensor, Tensor, Tensor]:
+def _direction_by_block(x: Tensor, scheme: Scheme, inf_value: float) -> tuple[Tensor, Tensor, Tensor]:
     assert scheme.block is not None
     blocks = _pad_to_blocks(x.float(), scheme.block)
     amax = amax_of(blocks, dim=(1, 3), keepdim=True)
@@ -89,7 +90,7 @@ def _rows_fastest(scale: Tensor) -> Tensor:
     return scale.t().clone(memory_format=torch.contiguous_format).t()
 
 
-def _one_way_mx(x: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor]:
+def _direction_by_mx(x: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor]:
     assert scheme.block is not None
     blocks = _pad_to_blocks(x.float(), scheme.block)
     exponent = e8m0_from_amax(amax_of(blocks, dim=(1, 3), keepdim=True), scheme.element.max)
@@ -98,7 +99,7 @@ def _one_way_mx(x: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor]:
     return data, exponent[:, 0, :, 0].contiguous(), x.new_empty(0, dtype=torch.float32)
 
 
-def _one_way_nvfp4(x: Tensor, scheme: Scheme, amax: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _direction_by_nvfp4(x: Tensor, scheme: Scheme, amax: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     assert scheme.block is not None
     x = x.float()
     amax = amax_of(x) if amax is None else amax.clone()
@@ -149,21 +150,21 @@ _HADAMARD_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 def hadamard16(x: Tensor) -> Tensor:
     """Rotates groups of 16 along the last dimension by an orthonormal matrix, in float32. Length must be a multiple of 16."""
-    h = torch.ones(1, 1, device=x.device)
+    h = torch.ones(1, 1, device=x.device, dtype=torch.float32)
     for _ in range(4):
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)], 0)
     matrix = torch.tensor(_HADAMARD_SIGNS, device=x.device, dtype=torch.float32)[:, None] * h / 4.0
-    return (x.float().reshape(-1, 16) @ matrix).reshape(x.shape)
+    return matmul(x.float().reshape(-1, 16), matrix).reshape(x.shape)
 
 
-def _one_way(
+def quantize_direction(
     x: Tensor, scheme: Scheme, scale: Tensor | None, amax: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     if scheme.kind == "tensor":
-        return _one_way_tensor(x, scheme, scale, amax)
+        return _direction_by_tensor(x, scheme, scale, amax)
     if scheme.kind == "block":
-        return _one_way_block(x, scheme, torch.finfo(dtype).max)
-    return _one_way_mx(x, scheme) if scheme.kind == "mx" else _one_way_nvfp4(x, scheme, amax)
+        return _direction_by_block(x, scheme, torch.finfo(dtype).max)
+    return _direction_by_mx(x, scheme) if scheme.kind == "mx" else _direction_by_nvfp4(x, scheme, amax)
 
 
 # ------------------------------------------------------------------------------------------------------- both directions
@@ -208,12 +209,14 @@ def reference_buffers(
 
     row, col = nothing(), nothing()
     if rowwise or scheme.transposable:
-        row = _one_way(values, scheme, scale, row_amax, dtype)
+        row = quantize_direction(values, scheme, scale, row_amax, dtype)
     if columnwise and scheme.transposable:
         col = _transposed(row, scheme)
     elif columnwise:
         transposed = values.t().contiguous()
-        col = _one_way(hadamard16(transposed) if scheme.hadamard else transposed, scheme, scale, col_amax, dtype)
+        col = quantize_direction(
+            hadamard16(transposed) if scheme.hadamard else transposed, scheme, scale, col_amax, dtype
+        )
     if not rowwise:
         row = (*nothing()[:2], row[2] if scheme.per_tensor else nothing()[2])
     return Buffers(row[0], row[1], col[0], col[1], row[2], col[2])
@@ -265,25 +268,34 @@ def fake_buffers(x: Tensor, m: int, k: int, scheme: Scheme, rowwise: bool, colum
 
 # ------------------------------------------------------------------------------------------------------------------- ops
 
-Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+# `Buffers` as an op's schema can say it: schemas know plain tuples only.
+BufferTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def check_scale(scale: Tensor | None) -> None:
+    """A given scale is float32 [1]: the kernels are compiled for that, and a rounded one would give other bytes."""
+    if scale is not None and (scale.dtype is not torch.float32 or scale.numel() != 1):
+        raise ValueError(
+            f"A scale must be one float32 number, got {scale.dtype} of shape {tuple(scale.shape)}: pass scale.float().reshape(1)."
+        )
 
 
 def _quantize(
     x: Tensor, scheme: str, scale: Tensor | None, amax: Tensor | None, rowwise: bool, columnwise: bool
-) -> Six:
+) -> BufferTensors:
     """x: [M, K] in float32, bfloat16 or float16. The copies are contiguous whatever x is."""
     return reference_buffers(x.contiguous(), Scheme.parse(scheme), scale, amax, rowwise, columnwise, x.dtype)
 
 
 def _quantize_fake(
     x: Tensor, scheme: str, scale: Tensor | None, amax: Tensor | None, rowwise: bool, columnwise: bool
-) -> Six:
+) -> BufferTensors:
     return fake_buffers(x, x.shape[0], x.shape[1], Scheme.parse(scheme), rowwise, columnwise)
 
 
 def _quantize_cuda(
     x: Tensor, scheme: str, scale: Tensor | None, amax: Tensor | None, rowwise: bool, columnwise: bool
-) -> Six:
+) -> BufferTensors:
     from ottava.kernels import tile
 
     parsed, producer = Scheme.parse(scheme), tile.Identity(x)
@@ -308,16 +320,15 @@ def _amax_cuda(x: Tensor) -> Tensor:
 amax = define("amax", _amax, lambda x: x.new_empty(1, dtype=torch.float32), _amax_cuda)
 
 
-def operand_amax(x: Tensor, scheme: str) -> Tensor:
+def operand_amax(x: Tensor, scheme: Scheme) -> Tensor:
     """What ranks that quantize parts of one tensor have to share first, and then give to `quantize`.
 
     [1] for per-tensor schemes; [2] for NVFP4: of the rowwise values, and of the columnwise ones, which a Hadamard transform changes.
     """
-    parsed = Scheme.parse(scheme)
     of_rows = torch.ops.ottava.amax(x)
-    if parsed.kind != "nvfp4":
+    if scheme.kind != "nvfp4":
         return of_rows
-    return torch.cat([of_rows, amax_of(hadamard16(x.t().contiguous())) if parsed.hadamard else of_rows])
+    return torch.cat([of_rows, amax_of(hadamard16(x.t().contiguous())) if scheme.hadamard else of_rows])
 
 
 def _dequantize(data: Tensor, scale_inv: Tensor, amax: Tensor, scheme: str, dtype: torch.dtype) -> Tensor:

@@ -7,8 +7,6 @@ the order of the float32 sum differs from the hardware's.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -16,9 +14,11 @@ from torch.nn.functional import ScalingType, pad
 
 from ottava.kernels.cast import expand_scale, nvfp4_tensor_scale, unpack
 from ottava.kernels.fixed_order import matmul
-from ottava.kernels.registry import define, say_once
+from ottava.kernels.registry import define, has_triton
+from ottava.notices import leads, warn_once
 from ottava.quant.formats import e8m0_to_float
 from ottava.quant.scheme import Scheme
+from ottava.recipe import Recipe
 
 ALIGNMENT = 16  # bytes: cuBLASLt's FP8 products want every row of an operand to start on such a boundary
 
@@ -104,7 +104,7 @@ def _exact_product(a32: Tensor, b32: Tensor, parts: int) -> Tensor:
     return matmul(a32, b32.t(), parts)
 
 
-_KIND_NAMES = {"tensor": "per-tensor FP8", "block": "128-block FP8", "mx": "MXFP8", "nvfp4": "NVFP4"}
+CPU_NOTICE = "ottava: on a CPU, FP8 products run by exact emulation in float32: the numbers are those of the recipe, the speed is not."
 
 
 def _scaled_mm(
@@ -126,47 +126,112 @@ def _scaled_mm(
     parts: of the contraction, for the order of its sum (`fixed_order.matmul`).
     """
     sa, sb = Scheme.parse(a_scheme), Scheme.parse(b_scheme)
-    say_once(f"ottava: {_KIND_NAMES[sa.kind]} products run by exact emulation on {a.device.type}.")
+    if a.is_cuda and not has_triton():
+        _warn_of_emulation(sa, a.device, "Triton cannot be imported")
+    elif not a.is_cuda and leads():
+        warn_once(CPU_NOTICE)
     out = _emulate(a, a_scale, a_amax, b, b_scale, b_amax, sa, sb, parts)
     if bias is not None:
         out = out + bias.float()
     return out.to(out_dtype)
 
 
-def _scaled_mm_fake(*args: Any) -> Tensor:
-    a, b, out_dtype = args[0], args[3], args[9]
+def _scaled_mm_fake(
+    a: Tensor,
+    a_scale: Tensor,
+    a_amax: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    b_amax: Tensor,
+    a_scheme: str,
+    b_scheme: str,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    split_accumulator: bool,
+    parts: int = 1,
+) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
 
 
 # ------------------------------------------------------------------------------------------------------------------ CUDA
 
 
-def _native(a_scheme: Scheme, b_scheme: Scheme, device: torch.device) -> bool:
-    """Whether cuBLASLt multiplies these two on this device."""
-    capability = torch.cuda.get_device_capability(device)
+_KIND_NAMES = {"tensor": "per-tensor FP8", "block": "128-block FP8", "mx": "MXFP8", "nvfp4": "NVFP4"}
+
+
+def emulated_because(a_scheme: Scheme, b_scheme: Scheme, capability: tuple[int, int]) -> str | None:
+    """Why a GPU of this compute capability does not multiply the two through cuBLASLt here; None if it does.
+
+    >>> emulated_because(Scheme.parse("e4m3:1x32"), Scheme.parse("e4m3:1x32"), (10, 0))
+    'Ottava has no native MXFP8 product'
+    """
     if a_scheme.kind == "tensor":
-        return capability >= (8, 9) and not ("e5m2" == a_scheme.format == b_scheme.format)
-    only_e4m3 = "e4m3" == a_scheme.format == b_scheme.format
-    return a_scheme.block == (1, 128) and b_scheme.kind == "block" and capability == (9, 0) and only_e4m3
+        if capability < (8, 9):
+            return "native per-tensor FP8 products need compute capability 8.9"
+        both_e5m2 = "e5m2" == a_scheme.format == b_scheme.format
+        return "cuBLASLt does not multiply E5M2 by E5M2" if both_e5m2 else None
+    if a_scheme.kind != "block" or b_scheme.kind != "block":
+        return f"Ottava has no native {_KIND_NAMES[a_scheme.kind]} product"
+    if capability != (9, 0):
+        return "native 128-block FP8 products need compute capability 9.0, and no later one"
+    if a_scheme.block != (1, 128):
+        return "cuBLASLt takes 128x128 blocks as the second operand only"
+    return None if "e4m3" == a_scheme.format == b_scheme.format else "cuBLASLt multiplies 128-blocks of E4M3 only"
 
 
-def _align(x: Tensor) -> Tensor:
+def recipe_emulated_because(recipe: Recipe, capability: tuple[int, int]) -> str | None:
+    """`emulated_because`, of the three products of a training step by `recipe`.
+
+    >>> recipe_emulated_because(Float8CurrentScaling(), (9, 0))
+    """
+    x, weight, grad = (Scheme.of(recipe, role) for role in ("input", "weight", "grad"))
+    reasons = (emulated_because(*pair, capability) for pair in ((x, weight), (grad, weight), (grad, x)))
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _warn_of_emulation(a_scheme: Scheme, device: torch.device, why: str) -> None:
+    major, minor = torch.cuda.get_device_capability(device)
+    warn_once(
+        f"ottava: {_KIND_NAMES[a_scheme.kind]} products run by exact emulation on {torch.cuda.get_device_name(device)} (compute "
+        f"capability {major}.{minor}), slower than bf16 ones: {why}."
+    )
+
+
+def align(x: Tensor) -> Tensor:
     """Pads rows of bytes [r, k] so that k is a multiple of 16; zero bytes are zeros in every format."""
     missing = -x.shape[1] % ALIGNMENT
     return pad(x, (0, missing)) if missing else x
 
 
-def _scaled_mm_cuda(*args: Any) -> Tensor:
-    """Arguments as `_scaled_mm`."""
-    a, a_scale, _, b, b_scale, _, a_scheme, b_scheme, bias, out_dtype, split = args[:11]
+def _scaled_mm_cuda(
+    a: Tensor,
+    a_scale: Tensor,
+    a_amax: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    b_amax: Tensor,
+    a_scheme: str,
+    b_scheme: str,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    split_accumulator: bool,
+    parts: int = 1,
+) -> Tensor:
     sa, sb = Scheme.parse(a_scheme), Scheme.parse(b_scheme)
     m, n, k = a.shape[0], b.shape[0], a.shape[1]
-    empty = m == 0 or n == 0 or k == 0
-    ragged = sa.kind == "block" and (m % 8 or n % 8 or k % 128 or _finer(b, b_scale, sb))
-    if empty or ragged or not _native(sa, sb, a.device):
-        return _scaled_mm(*args)
+    same = (a, a_scale, a_amax, b, b_scale, b_amax, a_scheme, b_scheme, bias, out_dtype, split_accumulator, parts)
+    if m == 0 or n == 0 or k == 0:
+        return _scaled_mm(*same)
+    why = emulated_because(sa, sb, torch.cuda.get_device_capability(a.device))
+    if why is None and sa.kind == "block" and (m % 8 or n % 8 or k % 128):
+        why = "cuBLASLt wants rows of both operands in multiples of 8, and a contraction in multiples of 128"
+    if why is None and _finer(b, b_scale, sb):
+        why = "a border between tensor-parallel ranks runs through blocks of 128"
+    if why is not None:
+        _warn_of_emulation(sa, a.device, why)
+        return _scaled_mm(*same)
     if sa.kind == "tensor":
-        return _cublas_tensorwise(a, a_scale, b, b_scale, sa, sb, bias, out_dtype, split)
+        return _cublas_tensorwise(a, a_scale, b, b_scale, sa, sb, bias, out_dtype, split_accumulator)
     return _cublas_blockwise(a, a_scale, b, b_scale, sa, sb, bias, out_dtype)
 
 
@@ -182,13 +247,13 @@ def _cublas_tensorwise(
     split: bool,
 ) -> Tensor:
     n = b.shape[0]
-    a8, b8 = _align(a), _align(b)
+    a8, b8 = align(a), align(b)
     if n % ALIGNMENT:
         b8 = pad(b8, (0, 0, 0, -n % ALIGNMENT))
     fusable = bias is None or (out_dtype == bias.dtype and out_dtype != torch.float32 and n % ALIGNMENT == 0)
     out = functional.scaled_mm(
-        _typed(a8, sa),
-        _typed(b8, sb).t(),
+        typed(a8, sa),
+        typed(b8, sb).t(),
         a_scale,
         ScalingType.TensorWise,
         b_scale,
@@ -216,8 +281,8 @@ def _cublas_blockwise(
 ) -> Tensor:
     assert sa.block is not None and sb.block is not None
     out = functional.scaled_mm(
-        _typed(a, sa),
-        _typed(b, sb).t(),
+        typed(a, sa),
+        typed(b, sb).t(),
         _cublas_scale(a_scale, sa),
         _BLOCK_TYPES[sa.block],
         _cublas_scale(b_scale, sb),
@@ -237,7 +302,8 @@ def _cublas_scale(scale: Tensor, scheme: Scheme) -> Tensor:
     return pad(scale, (0, -scale.shape[1] % 4)).t()
 
 
-def _typed(data: Tensor, scheme: Scheme) -> Tensor:
+def typed(data: Tensor, scheme: Scheme) -> Tensor:
+    """Bytes as torch's dtype of the element format."""
     assert scheme.element.dtype is not None
     return data.view(scheme.element.dtype)
 

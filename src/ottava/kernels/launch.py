@@ -1,4 +1,4 @@
-"""Launches Triton kernels with less Python than Triton's own call.
+"""The one launcher of Triton kernels: every `*_triton.py` and `tile.py` goes through it. Less Python than Triton's own call.
 
 `kernel[grid](...)` binds, specialises and hashes every argument each time: about 60 us for the forty arguments of the tile kernel, more
 than a layer's norm takes on an H200. Here the compiled variant is found by one dictionary look-up and launched directly; the first

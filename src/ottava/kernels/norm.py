@@ -6,12 +6,10 @@ Two steps, so that a backward pass can redo the second from what it saved: `norm
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from ottava.kernels.cast import Six, fake_buffers, reference_buffers
+from ottava.kernels.cast import BufferTensors, fake_buffers, reference_buffers
 from ottava.kernels.fixed_order import sum_rows
 from ottava.kernels.registry import define
 from ottava.quant.scaling import amax_of
@@ -105,7 +103,7 @@ def _quantize(
     amax: Tensor | None,
     rowwise: bool,
     columnwise: bool,
-) -> Six:
+) -> BufferTensors:
     """The normalized rows, quantized: from float32 directly if the scheme says so, else rounded to x's dtype first."""
     parsed = Scheme.parse(scheme)
     values = _values(x, gamma, beta, mean, rstd, zero_centered)
@@ -113,19 +111,40 @@ def _quantize(
     return reference_buffers(values, parsed, scale, amax, rowwise, columnwise, x.dtype)
 
 
-def _quantize_fake(x: Tensor, *args: Any) -> Six:
-    scheme, rowwise, columnwise = args[5], args[8], args[9]
+def _quantize_fake(
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    zero_centered: bool,
+    scheme: str,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    rowwise: bool,
+    columnwise: bool,
+) -> BufferTensors:
     return fake_buffers(x, x.shape[0], x.shape[1], Scheme.parse(scheme), rowwise, columnwise)
 
 
-def _quantize_cuda(*args: Any) -> Six:
-    """Arguments as `_quantize`."""
+def _quantize_cuda(
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    zero_centered: bool,
+    scheme: str,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    rowwise: bool,
+    columnwise: bool,
+) -> BufferTensors:
     from ottava.kernels import tile
 
-    scheme, scale, amax, rowwise, columnwise = args[6:]
-    parsed, producer = Scheme.parse(scheme), tile.Norm(*args[:6])
+    parsed, producer = Scheme.parse(scheme), tile.Norm(x, gamma, beta, mean, rstd, zero_centered)
     if not tile.supports(producer, parsed):
-        return _quantize(*args)
+        return _quantize(x, gamma, beta, mean, rstd, zero_centered, scheme, scale, amax, rowwise, columnwise)
     return tile.quantize(producer, parsed, scale, amax, rowwise, columnwise)
 
 

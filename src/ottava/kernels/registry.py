@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 NAMESPACE = "ottava"
-log = logging.getLogger("ottava")
 
 
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
@@ -64,9 +62,3 @@ def _without_autocast(function: Callable) -> Callable:
 def has_triton() -> bool:
     """Whether Triton can be imported. CPU builds of torch come without it; then CUDA tensors take the reference path."""
     return importlib.util.find_spec("triton") is not None
-
-
-@functools.cache
-def say_once(message: str) -> None:
-    """Logs `message` at INFO level the first time it is given."""
-    log.info(message)

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ottava.kernels.launch import Launcher
+
 BLOCK = 2048  # elements a program: 16 a thread at 4 warps, enough loads in flight to fill the memory
 
 
@@ -19,19 +21,19 @@ def _kernel(x, bias, residual, out, total, width, BLOCK: tl.constexpr):
     tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
 
 
+_BIAS_RESIDUAL = Launcher(_kernel)
+
+
 def bias_residual(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
     """See `residual._bias_residual`."""
     out = residual.new_empty(residual.shape)
     if out.numel():
-        grid = (triton.cdiv(out.numel(), BLOCK),)
-        _kernel[grid](
-            x.contiguous(),
-            bias.contiguous(),
-            residual.contiguous(),
-            out,
-            out.numel(),
-            out.shape[-1],
-            BLOCK=BLOCK,
-            num_warps=4,
-        )
+        _BIAS_RESIDUAL(
+            (triton.cdiv(out.numel(), BLOCK),),
+            4,
+            {
+                "x": x.contiguous(), "bias": bias.contiguous(), "residual": residual.contiguous(), "out": out,
+                "total": out.numel(), "width": out.shape[-1], "BLOCK": BLOCK,
+            },
+        )  # fmt: skip
     return out

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ottava.kernels.registry import define
 
-Three = tuple[Tensor, Tensor, Tensor]
+QueryKeyValue = tuple[Tensor, Tensor, Tensor]
 
 
 # --------------------------------------------------------------------------------------------------------- the arithmetic
@@ -106,7 +106,7 @@ torch.library.register_autograd("ottava::rope", _rope_backward, setup_context=_r
 # --------------------------------------------------------------------------------------------------- split and merge qkv
 
 
-def _parts(qkv: Tensor, heads: int, groups: int, by_group: bool) -> Three:
+def _parts(qkv: Tensor, heads: int, groups: int, by_group: bool) -> QueryKeyValue:
     """Views of q [T, g, r, d], k [T, g, 1, d] and v [T, g, 1, d] in qkv [T, (heads + 2 groups) d]; r = heads / groups."""
     tokens, share = qkv.shape[0], heads // groups
     dim = qkv.shape[1] // (heads + 2 * groups)
@@ -129,7 +129,7 @@ def _split_qkv(
     groups: int,
     by_group: bool,
     interleaved: bool,
-) -> Three:
+) -> QueryKeyValue:
     tokens = qkv.shape[0]
     rows = table_rows(tokens, positions, seq_stride, seq_len, qkv.device)
     parts = [
@@ -144,8 +144,18 @@ def _split_qkv(
     return q, k, v
 
 
-def _split_qkv_fake(qkv: Tensor, *args: Any) -> Three:
-    heads, groups = args[5:7]
+def _split_qkv_fake(
+    qkv: Tensor,
+    freqs_q: Tensor | None,
+    freqs_k: Tensor | None,
+    positions: Tensor | None,
+    seq_stride: int,
+    seq_len: int,
+    heads: int,
+    groups: int,
+    by_group: bool,
+    interleaved: bool,
+) -> QueryKeyValue:
     dim = qkv.shape[1] // (heads + 2 * groups)
     q, k, v = (qkv.new_empty(qkv.shape[0], count, dim) for count in (heads, groups, groups))
     return q, k, v
@@ -183,7 +193,7 @@ split_qkv = define("split_qkv", _split_qkv, _split_qkv_fake, _triton("split_qkv"
 merge_qkv = define("merge_qkv", _merge_qkv, _merge_qkv_fake, _triton("merge_qkv", _merge_qkv))
 
 
-def _split_setup(ctx: Any, inputs: tuple[Any, ...], output: Three) -> None:
+def _split_setup(ctx: Any, inputs: tuple[Any, ...], output: QueryKeyValue) -> None:
     _, freqs_q, freqs_k, positions, seq_stride, seq_len, _, _, by_group, interleaved = inputs
     ctx.save_for_backward(freqs_q, freqs_k, positions)
     ctx.options = (seq_stride, seq_len, by_group, interleaved)

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ottava.kernels.launch import Launcher
+
 MAX_SLOTS = 32  # heads a program holds at once: 32 x 128 channels x 2 loads in float32 fit the registers of 4 warps
 
 
@@ -151,6 +153,9 @@ def _rope_kernel(
 # --------------------------------------------------------------------------------------------------------------- launchers
 
 
+_ROPE, _QKV = Launcher(_rope_kernel), Launcher(_qkv_kernel)
+
+
 def _table(freqs: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor, int]:
     """cos and sin of the angles, and their width; placeholders where nothing turns."""
     if freqs is None:
@@ -180,11 +185,16 @@ def rope(
     tokens, heads, dim = x.shape
     cos, sin, rot = _table(freqs, x)
     slots = min(MAX_SLOTS, triton.next_power_of_2(heads))
-    _rope_kernel[(tokens, triton.cdiv(heads, slots))](
-        x, out, cos, sin, x if positions is None else positions,
-        x.stride(0), x.stride(1), seq_stride, max(seq_len, 1), cos.shape[0], heads,
-        has_positions=positions is not None, interleaved=interleaved, transposed=transposed,
-        dim=dim, rot=rot, SLOTS=slots, DIM=triton.next_power_of_2(dim), num_warps=4, enable_fp_fusion=False,
+    _ROPE(
+        (tokens, triton.cdiv(heads, slots)),
+        4,
+        {
+            "x": x, "out": out, "cos_table": cos, "sin_table": sin, "positions": x if positions is None else positions,
+            "x_token": x.stride(0), "x_head": x.stride(1), "seq_stride": seq_stride, "seq_len": max(seq_len, 1),
+            "rows": cos.shape[0], "heads": heads,
+            "has_positions": positions is not None, "interleaved": interleaved, "transposed": transposed,
+            "dim": dim, "rot": rot, "SLOTS": slots, "DIM": triton.next_power_of_2(dim),
+        },
     )  # fmt: skip
     return out
 
@@ -200,14 +210,20 @@ def _launch_qkv(
     cos_q, sin_q, rot_q = _table(freqs_q, qkv)
     cos_k, sin_k, rot_k = (cos_q, sin_q, rot_q) if freqs_k is freqs_q else _table(freqs_k, qkv)
     slots = min(MAX_SLOTS, triton.next_power_of_2(heads + 2 * groups))
-    _qkv_kernel[(tokens, triton.cdiv(heads + 2 * groups, slots))](
-        qkv, q, k, v, cos_q, sin_q, cos_k, sin_k, qkv if positions is None else positions,
-        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        seq_stride, max(seq_len, 1), cos_q.shape[0], cos_k.shape[0], heads, groups, heads // groups,
-        has_positions=positions is not None, turn_q=freqs_q is not None, turn_k=freqs_k is not None,
-        by_group=by_group, interleaved=interleaved, merge=merge,
-        dim=dim, rot_q=rot_q, rot_k=rot_k, SLOTS=slots, DIM=triton.next_power_of_2(dim),
-        num_warps=4, enable_fp_fusion=False,
+    _QKV(
+        (tokens, triton.cdiv(heads + 2 * groups, slots)),
+        4,
+        {
+            "qkv": qkv, "q": q, "k": k, "v": v, "cos_q": cos_q, "sin_q": sin_q, "cos_k": cos_k, "sin_k": sin_k,
+            "positions": qkv if positions is None else positions,
+            "q_token": q.stride(0), "q_head": q.stride(1), "k_token": k.stride(0), "k_head": k.stride(1),
+            "v_token": v.stride(0), "v_head": v.stride(1),
+            "seq_stride": seq_stride, "seq_len": max(seq_len, 1), "rows_q": cos_q.shape[0], "rows_k": cos_k.shape[0],
+            "heads": heads, "groups": groups, "share": heads // groups,
+            "has_positions": positions is not None, "turn_q": freqs_q is not None, "turn_k": freqs_k is not None,
+            "by_group": by_group, "interleaved": interleaved, "merge": merge,
+            "dim": dim, "rot_q": rot_q, "rot_k": rot_k, "SLOTS": slots, "DIM": triton.next_power_of_2(dim),
+        },
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ottava.kernels import activation as activations
-from ottava.kernels.cast import Buffers, reference_buffers
+from ottava.kernels.cast import Buffers, check_scale, reference_buffers
 from ottava.kernels.launch import Launcher
 from ottava.kernels.tile_kernel import tile_kernel
 from ottava.quant.scheme import Scheme
@@ -130,7 +130,7 @@ def _rows_contiguous(x: Tensor) -> Tensor:
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(("dy_ptr", "gamma_ptr", "beta_ptr", "mean_ptr", "rstd_ptr", "scale_ptr", "amax_in_ptr")),
-    **dict.fromkeys(("row_ptr", "row_scale_ptr", "col_ptr", "col_scale_ptr", "amax_ptr", "sum_ptr", "plain_ptr")),
+    **dict.fromkeys(("row_ptr", "row_scale_ptr", "col_ptr", "col_scale_ptr", "amax_ptr", "sum_ptr", "values_ptr")),
     "dy_stride": 0, "col_stride": 0, "ACT": "none", "GATED": False, "BETA": False, "CENTER": False, "ZERO_CENTERED": False, "SCALE": "none",
     "E5M2": False, "FP8_MAX": 448.0, "EPSILON": 0.0, "POWER_OF_TWO": False, "INF_VALUE": 0.0, "ROWWISE": False, "COLUMNWISE": False,
     "AMAX": "none", "SUM": False, "ROUND": False,
@@ -172,7 +172,7 @@ _TILES = {
     "block1d": ((128, 128), 8),
     "block2d": ((128, 128), 8),
     "mx": ((64, 128), 4),
-    "plain": ((32, 128), 4),
+    "values": ((32, 128), 4),
 }
 
 
@@ -197,8 +197,8 @@ def store(producer: Producer, dtype: torch.dtype) -> Tensor:
     """The produced values in the activation dtype [M, width]."""
     producer.x = _rows_contiguous(producer.x)
     out = producer.x.new_empty(producer.x.shape[0], producer.width)
-    tile, warps = _TILES["plain"]
-    _launch(producer, tile, warps, KIND="plain", ROUND=False, plain_ptr=out)
+    tile, warps = _TILES["values"]
+    _launch(producer, tile, warps, KIND="values", ROUND=False, values_ptr=out)
     return out if out.dtype == dtype else out.to(dtype)
 
 
@@ -226,6 +226,7 @@ def quantize(
     sums: Tensor | None = None,
 ) -> Buffers:
     """The produced values, quantized; same bytes as the reference. `sums`: float32 [width], receives the sum over rows."""
+    check_scale(scale)
     producer.x = x = _rows_contiguous(producer.x)
     m, width = x.shape[0], producer.width
     if m == 0 or width == 0:

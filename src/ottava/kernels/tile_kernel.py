@@ -116,7 +116,7 @@ def _load(pointers, mask, EVEN: tl.constexpr):
 @triton.jit
 def _consume(
     v, row0, col0, col_end, M, K, col_stride, scale,
-    row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, sum_ptr, plain_ptr,
+    row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, sum_ptr, values_ptr,
     KIND: tl.constexpr, E5M2: tl.constexpr, FP8_MAX: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     INF_VALUE: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, AMAX: tl.constexpr, SUM: tl.constexpr,
     ROUND: tl.constexpr, DTYPE: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
@@ -136,8 +136,8 @@ def _consume(
         _raise(amax_ptr, tl.max(tl.abs(v)))
     if SUM:
         tl.store(sum_ptr + (row0 // BM).to(tl.int64) * K + col0 + c, tl.sum(v, axis=0), mask=col0 + c < col_end)
-    if KIND == "plain":
-        _store(plain_ptr + row_at, v.to(DTYPE), mask, EVEN)
+    if KIND == "values":
+        _store(values_ptr + row_at, v.to(DTYPE), mask, EVEN)
     elif KIND == "tensor":
         q = _to_bytes(v * scale, E5M2)
         if ROWWISE:
@@ -201,7 +201,7 @@ def _consume(
 def tile_kernel(
     x_ptr, dy_ptr, gamma_ptr, beta_ptr, mean_ptr, rstd_ptr, x_stride, dy_stride,
     scale_ptr, amax_in_ptr,
-    row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, sum_ptr, plain_ptr,
+    row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, sum_ptr, values_ptr,
     M, K, col_stride,
     PRODUCER: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BETA: tl.constexpr, CENTER: tl.constexpr,
     ZERO_CENTERED: tl.constexpr, SCALE: tl.constexpr,
@@ -252,7 +252,7 @@ def tile_kernel(
             v = (dy * up) * derivative(x, ACT)
             _consume(
                 dy * activate(x, ACT), row0, col0 + K, 2 * K, M, 2 * K, col_stride, scale,
-                row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, sum_ptr, plain_ptr,
+                row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, sum_ptr, values_ptr,
                 KIND, E5M2, FP8_MAX, EPSILON, POWER_OF_TWO, INF_VALUE, ROWWISE, COLUMNWISE, AMAX, SUM, ROUND, DTYPE, EVEN, BM, BK,
             )  # fmt: skip
         else:
@@ -263,6 +263,6 @@ def tile_kernel(
     WIDTH = 2 * K if (PRODUCER == "activation_backward") & GATED else K
     _consume(
         v, row0, col0, K, M, WIDTH, col_stride, scale,
-        row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, sum_ptr, plain_ptr,
+        row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, sum_ptr, values_ptr,
         KIND, E5M2, FP8_MAX, EPSILON, POWER_OF_TWO, INF_VALUE, ROWWISE, COLUMNWISE, AMAX, SUM, ROUND, DTYPE, EVEN, BM, BK,
     )  # fmt: skip

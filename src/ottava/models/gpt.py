@@ -7,6 +7,7 @@ logits = head(layer_norm(x))
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from ottava.models.causal_lm import (
 )
 from ottava.models.checks import check_positive, check_shape
 from ottava.nn import LayerNorm, TransformerLayer
+from ottava.nn.random_replay import drawing_own_masks
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,8 @@ class GPTConfig:
 
 
 class GPT(CausalLM):
-    """A GPT language model. Arguments as for `Llama`.
+    """A GPT language model. Arguments as for `Llama`, and `get_rng_state_tracker` as for `TransformerLayer`: where dropout of
+    tensor-parallel ranks draws what must differ between them. `parallelize` gives a model one that has none.
 
     >>> config = GPTConfig(vocab_size=256, hidden_size=64, ffn_hidden_size=128, layers=2, heads=4, max_length=32)
     >>> GPT(config, device="cpu")(torch.randint(256, (1, 8))).shape
@@ -86,9 +89,11 @@ class GPT(CausalLM):
         device: torch.device | str | None = None,
         params_dtype: torch.dtype | None = None,
         recompute: str = "none",
+        get_rng_state_tracker: Callable[[], Any] | None = None,
     ) -> None:
         super().__init__()
         self.config, self.vocab_size = config, config.vocab_size
+        self.get_rng_state_tracker = get_rng_state_tracker
         where: dict[str, Any] = {"device": device, "params_dtype": params_dtype}
         init, output_init = init_methods(config.init_std, config.layers)
         vocabulary: dict[str, Any] = {"pad_to_multiple": config.pad_vocab_to, "init_method": init, **where}
@@ -114,6 +119,7 @@ class GPT(CausalLM):
                 normalization="LayerNorm",
                 attn_input_format="sbhd",
                 recompute=recompute,
+                get_rng_state_tracker=get_rng_state_tracker,
                 **where,
             )
             for number in range(1, config.layers + 1)
@@ -134,7 +140,9 @@ class GPT(CausalLM):
             positions = torch.arange(length, device=tokens.device).expand_as(tokens)
         else:
             positions = document_positions(documents)
-        x = self.dropout(self.embedding(tokens.t()) + self.positions(positions.t()))
+        x = self.embedding(tokens.t()) + self.positions(positions.t())
+        with drawing_own_masks(self.get_rng_state_tracker, self.embedding.sequence_parallel):
+            x = self.dropout(x)
         return self.norm(run_layers(self.layers, x, documents, is_first_microbatch))
 
     def flops_per_token(self, sequence: int) -> FlopsPerToken:

@@ -137,9 +137,11 @@ def _exported(reader: Reader, config: LlamaConfig, dtype: str) -> Iterator[tuple
 
 def _weight(reader: Reader, row: Row) -> Tensor:
     """Our tensor, whole: the parameter, or the master of one that is stored in FP8."""
-    for name in (f"model.{row.ours}", f"optimizer.state.{row.ours}.master_param"):
-        if name in reader.entries:
-            return reader.read(name)
+    for ours in (row.ours, *row.former[:1]) if row.former else (row.ours,):
+        for name in (f"model.{ours}", f"optimizer.state.{ours}.master_param"):
+            if name in reader.entries:
+                tensor = reader.read(name)
+                return tensor if ours == row.ours or row.former is None else tensor.chunk(2)[row.former[1]]
     raise ValueError(
         f"The checkpoint has no model.{row.ours}: is it of a Llama with {row.config.layers} layers, saved with `model_state`?"
     )

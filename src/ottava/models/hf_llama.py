@@ -8,7 +8,8 @@
 |   .weight                                  |   self_attn.q_proj / k_proj / v_proj.weight             | (queries, key, value) a kv head   |
 | layers.N.self_attention.proj.weight        |   self_attn.o_proj.weight                               | the same                          |
 | layers.N.layernorm_mlp.layer_norm_weight   |   post_attention_layernorm.weight                       | the same                          |
-| layers.N.layernorm_mlp.fc1_weight          |   mlp.gate_proj / up_proj.weight                        | gate, then up                     |
+| layers.N.layernorm_mlp.fc1_gate_weight     |   mlp.gate_proj.weight                                  | the same                          |
+| layers.N.layernorm_mlp.fc1_up_weight       |   mlp.up_proj.weight                                    | the same                          |
 | layers.N.layernorm_mlp.fc2_weight          |   mlp.down_proj.weight                                  | the same                          |
 | norm.weight                                | model.norm.weight                                       | the same                          |
 | head.weight (not if tied)                  | lm_head.weight                                          | ours may end in rows of padding   |
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from ottava.models.llama import LlamaConfig
 
-Layout = Literal["same", "qkv", "stacked", "vocabulary"]
+Layout = Literal["same", "qkv", "vocabulary"]
 
 
 @dataclass(frozen=True)
@@ -40,14 +41,14 @@ class Row:
     theirs: tuple[str, ...]
     layout: Layout
     config: LlamaConfig
+    former: tuple[str, int] | None = None
+    """In checkpoints before 0.2: the name of the matrix of which ours is the first (0) or second (1) half of the rows."""
 
     def export(self, tensor: Tensor) -> dict[str, Tensor]:
         """Our tensor, whole, as theirs."""
         parts: tuple[Tensor, ...]
         if self.layout == "qkv":
             parts = _split_qkv(tensor, self.config)
-        elif self.layout == "stacked":
-            parts = tensor.chunk(2)
         elif self.layout == "vocabulary":
             parts = (tensor[: self.config.vocab_size],)
         else:
@@ -59,8 +60,6 @@ class Row:
         parts = [tensors[name] for name in self.theirs]
         if self.layout == "qkv":
             return _join_qkv(parts, self.config)
-        if self.layout == "stacked":
-            return torch.cat(parts)
         if self.layout == "vocabulary":
             padding = -parts[0].shape[0] % self.config.pad_vocab_to
             return torch.nn.functional.pad(parts[0], (0, 0, 0, padding))
@@ -71,21 +70,21 @@ def rows(config: LlamaConfig) -> list[Row]:
     """The table for a model of this shape, layer by layer.
 
     >>> len(rows(LlamaConfig(layers=2)))
-    15
+    17
     """
     table = [Row("embedding.weight", ("model.embed_tokens.weight",), "vocabulary", config)]
     for n in range(config.layers):
         attention, mlp = f"layers.{n}.self_attention", f"layers.{n}.layernorm_mlp"
         their = f"model.layers.{n}"
         qkv = tuple(f"{their}.self_attn.{part}_proj.weight" for part in "qkv")
-        gate_up = (f"{their}.mlp.gate_proj.weight", f"{their}.mlp.up_proj.weight")
         after = f"{their}.post_attention_layernorm.weight"
         table += [
             Row(f"{attention}.layernorm_qkv.layer_norm_weight", (f"{their}.input_layernorm.weight",), "same", config),
             Row(f"{attention}.layernorm_qkv.weight", qkv, "qkv", config),
             Row(f"{attention}.proj.weight", (f"{their}.self_attn.o_proj.weight",), "same", config),
             Row(f"{mlp}.layer_norm_weight", (after,), "same", config),
-            Row(f"{mlp}.fc1_weight", gate_up, "stacked", config),
+            Row(f"{mlp}.fc1_gate_weight", (f"{their}.mlp.gate_proj.weight",), "same", config, (f"{mlp}.fc1_weight", 0)),
+            Row(f"{mlp}.fc1_up_weight", (f"{their}.mlp.up_proj.weight",), "same", config, (f"{mlp}.fc1_weight", 1)),
             Row(f"{mlp}.fc2_weight", (f"{their}.mlp.down_proj.weight",), "same", config),
         ]
     table.append(Row("norm.weight", ("model.norm.weight",), "same", config))

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ottava.kernels.attention import attention
-from ottava.kernels.registry import say_once
 from ottava.nn import attention_mask as masks
 from ottava.nn.base import default_device
 from ottava.nn.random_replay import own_stream, replayed
 from ottava.nn.strategy import Layout, backend, local
+from ottava.notices import warn_once
 
 FORMATS = ("sbhd", "bshd", "thd")
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
@@ -126,9 +126,9 @@ class DotProductAttention(torch.nn.Module):
         self.softmax_type = masks.one_of("softmax_type", softmax_type, SOFTMAX_TYPES)
         self.name = name
         # "off-by-one" is a sink with logit 0: a constant, so it is not part of the state dict.
-        offset = (
-            None if softmax_type == "vanilla" else torch.zeros(self.heads_per_partition, device=default_device(device))
-        )
+        offset = None
+        if softmax_type != "vanilla":
+            offset = torch.zeros(self.heads_per_partition, device=default_device(device), dtype=torch.float32)
         if softmax_type == "learnable":
             assert offset is not None
             self.softmax_offset = torch.nn.Parameter(offset)
@@ -394,7 +394,7 @@ class DotProductAttention(torch.nn.Module):
         """The user's own mask, bool, True for masked out."""
         if mask_type != "arbitrary":
             if attention_mask is not None and "padding" not in mask_type and not torch.compiler.is_compiling():
-                say_once(
+                warn_once(
                     f"ottava: attention_mask has no effect with attn_mask_type {mask_type!r}, only with padding or 'arbitrary'."
                 )
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +15,17 @@ from ottava.kernels.cast import Buffers, operand_amax
 from ottava.nn import weights
 from ottava.nn.initialize import materialize_
 from ottava.nn.parallel_module import ParallelModule
-from ottava.nn.stage import Chain, Stage, StageTensors, tensor_amax
+from ottava.nn.stage import Chain, DelayedTensors, Stage, StageTensors
 from ottava.nn.strategy import local
 from ottava.quant.delayed import DelayedState
+from ottava.quant.quantization import Quantization
 from ottava.quant.quantizer import FLOAT_DTYPES, check_float, check_tensor
 from ottava.quant.recompute import forward_scale
 from ottava.quant.scheme import Scheme
 from ottava.quant.state import CURRENT
 from ottava.quant.tensor import QuantizedTensor
 from ottava.quant.weight import Weight, as_one_matrix, one_matrix
-from ottava.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
+from ottava.recipe import Recipe
 
 InitMethod = Callable[[Tensor], Any]
 _NUMBERS = itertools.count()  # of modules, in the order of their construction
@@ -47,35 +48,28 @@ def default_init(weight: Tensor) -> Tensor:
 
 def feature_multiple(recipe: Recipe) -> int:
     """What the feature dimensions of a quantized GEMM must be a multiple of."""
-    return 32 if isinstance(recipe, MXFP8BlockScaling) else 16
+    return Quantization.of(recipe).feature_multiple
 
 
-def quantized_stage(stage: Stage, recipe: Recipe, gated_backward: bool = False) -> Stage:
-    """`stage` with the schemes of `recipe`. gated_backward: its output's gradient comes from a gated activation.
+def quantized_stage(stage: Stage, quantization: Quantization, gated_backward: bool = False) -> Stage:
+    """`stage` as a recipe quantizes it. gated_backward: its output's gradient comes from a gated activation.
 
     Written out field by field: dynamo of torch 2.11 cannot trace `vars()` or `dataclasses.replace` of a frozen dataclass.
     """
-    grad = str(Scheme.of(recipe, "grad"))
-    split_fprop, split_dgrad, split_wgrad = not isinstance(recipe, DelayedScaling), True, True
-    if isinstance(recipe, Float8CurrentScaling | Float8BlockScaling):
-        split_fprop = recipe.fp8_gemm_fprop.use_split_accumulator
-        split_dgrad = recipe.fp8_gemm_dgrad.use_split_accumulator
-        split_wgrad = recipe.fp8_gemm_wgrad.use_split_accumulator
     return Stage(
         norm=stage.norm,
         activation=stage.activation,
-        input=str(Scheme.of(recipe, "input")),
-        weight=str(Scheme.of(recipe, "weight")),
-        grad=grad,
-        # Gated gradients are rounded to the activation dtype before they are quantized (docs/numerics.md).
-        fused_grad=grad.removesuffix(":f32") if gated_backward else grad,
-        delayed=isinstance(recipe, DelayedScaling),
-        split_fprop=split_fprop,
-        split_dgrad=split_dgrad,
-        split_wgrad=split_wgrad,
-        backward=recipe.backward_override or "quantized",  # type: ignore[attr-defined]
+        input=quantization.input,
+        weight=quantization.weight,
+        grad=quantization.grad,
+        fused_grad=quantization.gated_grad if gated_backward else quantization.grad,
+        delayed=quantization.delayed,
+        split_fprop=quantization.split_fprop,
+        split_dgrad=quantization.split_dgrad,
+        split_wgrad=quantization.split_wgrad,
+        backward=quantization.backward,
         # A compiler would keep the live scale for the recomputation, which the update after the forward pass overwrites.
-        recompute=stage.recompute and not (isinstance(recipe, DelayedScaling) and torch.compiler.is_compiling()),
+        recompute=stage.recompute and not (quantization.delayed and torch.compiler.is_compiling()),
         return_norm=stage.return_norm,
         output_parts=stage.output_parts,
         gather_norm=stage.gather_norm,
@@ -83,11 +77,23 @@ def quantized_stage(stage: Stage, recipe: Recipe, gated_backward: bool = False) 
     )
 
 
+class _KeptChain(NamedTuple):
+    """The chain of a module's last forward, and what it was made from."""
+
+    recipe: Recipe | None
+    key: tuple
+    chain: Chain
+
+
 class QuantizedModule(weights.WeightModule, ParallelModule):
     """Base of the modules that multiply by weights: `Linear`, `LayerNormLinear`, `LayerNormMLP`, `GroupedLinear`."""
 
     _gated_stages: tuple[bool, ...] = (False,)
     """For each stage, whether its output goes through a gated activation."""
+    groups = 1
+    """Stages that run side by side, on groups of rows (see `Chain`)."""
+    stage_names: tuple[str, ...] = ("",)
+    """What is put before "input", "weight" and "grad" to name the operands of each stage."""
     plain = False
     """Whether the module multiplies unquantized, also inside of `autocast`. See `leave_unquantized`."""
 
@@ -104,7 +110,7 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
         self._remember_init()
         # With gradients and without: an evaluation between a forward and its recomputation must not change the latter.
         self._last_context: dict[bool, tuple[Recipe | None, bool, Any]] = {}
-        self._last_chain: tuple[tuple, Chain] | None = None
+        self._last_chain: _KeptChain | None = None
         self.wgrad_accumulation = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -150,49 +156,60 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
 
     def check_input(self, x: Tensor, features: int, weight: Tensor) -> Tensor:
         """Checks dtype, device and last dimension; returns x in the dtype of `torch.autocast` if that is on."""
-        who = type(self).__name__ if self.name is None else f"{type(self).__name__} {self.name!r}"
-        check_tensor(x, f"The input of {who}")
-        if x.shape[-1] != features:
-            raise ValueError(f"{who} expects a last dimension of {features}, got an input of shape {tuple(x.shape)}.")
-        if x.device != weight.device:
-            raise ValueError(
-                f"{who} is on {weight.device} but its input is on {x.device}: move the input with .to({str(weight.device)!r}), "
-                f"or the module with .to({str(x.device)!r})."
-            )
-        check_float(x, f"The input of {who}")
+        if not isinstance(x, Tensor) or x.shape[-1] != features or x.device != weight.device:
+            self._refuse_input(x, features, weight)
+        if x.dtype not in FLOAT_DTYPES:
+            check_float(x, f"The input of {self._who()}")
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         return x
+
+    def _who(self) -> str:
+        return type(self).__name__ if self.name is None else f"{type(self).__name__} {self.name!r}"
+
+    def _refuse_input(self, x: Any, features: int, weight: Tensor) -> None:
+        who = self._who()
+        check_tensor(x, f"The input of {who}")
+        if x.shape[-1] != features:
+            raise ValueError(f"{who} expects a last dimension of {features}, got an input of shape {tuple(x.shape)}.")
+        raise ValueError(
+            f"{who} is on {weight.device} but its input is on {x.device}: move the input with .to({str(weight.device)!r}), "
+            f"or the module with .to({str(x.device)!r})."
+        )
 
     def check_features(self, **sizes: int) -> None:
         """Raises if a feature dimension cannot be quantized by the recipe in force."""
         recipe = CURRENT.recipe
         if recipe is None or CURRENT.calibrating or self.plain:
             return
-        multiple = feature_multiple(recipe)
+        quantization = Quantization.of(recipe)
+        multiple = quantization.feature_multiple
         for name, size in sizes.items():
             if size % multiple:
                 raise ValueError(
-                    f"{type(self).__name__}: {name}={size} must be a multiple of {multiple} to run with {type(recipe).__name__}; "
+                    f"{type(self).__name__}: {name}={size} must be a multiple of {multiple} to run with {quantization.name}; "
                     f"the next one is {math.ceil(size / multiple) * multiple}. Pad it, or run this module with autocast(enabled=False)."
                 )
 
-    def prepare(self, stages: list[Stage]) -> tuple[Chain, Tensor | None]:
-        """Resolves `autocast` into a chain, and the forward scales where delayed scaling is on."""
+    def prepare(self, key: tuple, stages: Callable[[], list[Stage]]) -> tuple[Chain, Tensor | None]:
+        """Resolves `autocast` into a chain, and the forward scales where delayed scaling is on.
+
+        stages: makes the module's stages, for which `key` has everything that they are made from.
+        """
         recipe, calibrating, group = self._context()
         scale, record = None, False
-        if isinstance(recipe, DelayedScaling):
-            _check_shared_scales(recipe, stages)
+        if recipe is not None and Quantization.of(recipe).delayed:
             scale, record = forward_scale(self.delayed)
             if record:
-                self.delayed.touch(recipe, group)
+                self.delayed.touch(recipe, group)  # type: ignore[arg-type]
         if torch.compiler.is_compiling():
-            return self._resolve(stages, recipe, calibrating, record), scale
-        # Building the chain takes longer than launching a kernel: keep the last one.
-        key = (recipe, calibrating, record, *stages)
-        if self._last_chain is None or not _identical(self._last_chain[0], key):
-            self._last_chain = (key, self._resolve(stages, recipe, calibrating, record))
-        return self._last_chain[1], scale
+            return self._resolve(stages(), recipe, calibrating, record), scale
+        # Building the chain takes longer than launching a kernel: keep the last one. Recipes are frozen: the same object is the same.
+        last = self._last_chain
+        if last is None or last.recipe is not recipe or last.key != (calibrating, record, key):
+            chain = self._resolve(stages(), recipe, calibrating, record)
+            last = self._last_chain = _KeptChain(recipe, (calibrating, record, key), chain)
+        return last.chain, scale
 
     def _context(self) -> tuple[Recipe | None, bool, Any]:
         """(recipe, calibrating, group) of the `autocast` in force.
@@ -211,16 +228,22 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
         return now
 
     def _resolve(self, stages: list[Stage], recipe: Recipe | None, calibrating: bool, record: bool) -> Chain:
-        if recipe is not None and not calibrating:
-            stages = [quantized_stage(s, recipe, gated) for s, gated in zip(stages, self._gated_stages, strict=True)]
-        return Chain(tuple(stages), record, calibrating and record, self.delayed.id)
+        if recipe is not None:
+            quantization = Quantization.of(recipe)
+            _check_shared_scales(quantization, stages)
+            if not calibrating:
+                stages = [
+                    quantized_stage(stage, quantization, gated)
+                    for stage, gated in zip(stages, self._gated_stages, strict=True)
+                ]
+        return Chain(tuple(stages), record, calibrating and record, self.delayed.id, self.groups)
 
-    def state(self, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    def state(self, scale: Tensor | None) -> DelayedTensors | None:
         """What `run_chain` takes as its state."""
         if scale is None:
             return None
         d = self.delayed
-        return scale, d.fwd_amax_history, d.bwd_scale, d.bwd_amax_history
+        return DelayedTensors(scale, d.fwd_amax_history, d.bwd_scale, d.bwd_amax_history)
 
     def stage_tensors(
         self,
@@ -264,13 +287,14 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
         weight_scale = scale[3 * index + 1 : 3 * index + 2] if stage.delayed else None  # type: ignore[index]
         check_float(weight, self.describe("weight"))
         amax = None if stage.delayed else shared_weight_amax(stage, weight)
-        q = Buffers(*torch.ops.ottava.quantize(weight.detach(), stage.weight, weight_scale, amax, True, columnwise))
+        q = Buffers(
+            *torch.ops.ottava.quantize(weight.detach(), str(stage.weight), weight_scale, amax, True, columnwise)
+        )
         if stage.delayed and chain.record:
             torch.ops.ottava.record_amax_(self.delayed.fwd_amax_history, q.rowwise_amax, 3 * index + 1, 0)
         if is_first_microbatch:
-            scheme = Scheme.parse(stage.weight)
             self._weight_cache[index] = QuantizedTensor.from_buffers(
-                q, scheme, weight.shape, weight.dtype, True, columnwise
+                q, stage.weight, weight.shape, weight.dtype, True, columnwise
             )
         row = (q.rowwise_data, q.rowwise_scale_inv, q.rowwise_amax)
         return (
@@ -279,9 +303,8 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
             else (*row, None, None, None)
         )
 
-    def _check_same_scheme(self, stored: QuantizedTensor, wanted: str) -> None:
-        scheme = Scheme.parse(wanted)
-        if (stored.scheme.format, stored.scheme.block) != (scheme.format, scheme.block):
+    def _check_same_scheme(self, stored: QuantizedTensor, wanted: Scheme) -> None:
+        if not stored.scheme.same_layout(wanted):
             raise ValueError(
                 f"{type(self).__name__} holds its weight as {stored.scheme}, but the recipe of this autocast needs {wanted}: use the "
                 "recipe that quantized_model_init was given, or pass is_first_microbatch=True to quantize again."
@@ -315,10 +338,7 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
         recipe = CURRENT.recipe
         if recipe is None:
             return "quantized by autocast"
-        parts = ", ".join(
-            f"{role}: {str(Scheme.of(recipe, role)).removesuffix(':f32')}" for role in ("input", "weight", "grad")
-        )
-        return f"{type(recipe).__name__}({parts})"
+        return str(Quantization.of(recipe))
 
 
 def leave_unquantized(module: nn.Module) -> nn.Module:
@@ -344,23 +364,18 @@ def leave_unquantized(module: nn.Module) -> nn.Module:
 def shared_weight_amax(stage: Stage, weight: Tensor) -> Tensor | None:
     """The amax over all parts of a weight whose scale depends on it; None if this rank has the whole weight, or blocks suffice."""
     assert stage.weight is not None
-    if stage.strategy is None or not tensor_amax(stage.weight):
+    if not stage.strategy.shares_weight_amax or not stage.weight.needs_tensor_amax:
         return None
     return stage.strategy.share_amax(operand_amax(weight.detach(), stage.weight))
 
 
-def _check_shared_scales(recipe: DelayedScaling, stages: list[Stage]) -> None:
+def _check_shared_scales(quantization: Quantization, stages: list[Stage]) -> None:
     """Bytes of spread tokens are gathered and multiplied as one tensor: their ranks must have the same scale."""
-    if not recipe.reduce_amax and any(s.strategy is not None and s.strategy.sequence_parallel for s in stages):
+    if not quantization.shares_scales and any(stage.strategy.spreads_tokens for stage in stages):
         raise ValueError(
             "DelayedScaling(reduce_amax=False) gives every rank scales of its own, but sequence_parallel=True gathers FP8 tokens of "
             "all tensor-parallel ranks into one tensor, with one scale: use reduce_amax=True."
         )
-
-
-def _identical(a: tuple, b: tuple) -> bool:
-    """Same length and the same objects, or equal stages; recipes are frozen, so the same object means the same recipe."""
-    return len(a) == len(b) and all(x is y or (isinstance(x, Stage) and x == y) for x, y in zip(a, b, strict=True))
 
 
 def _operands(q: QuantizedTensor) -> tuple[Tensor | None, ...]:

@@ -3,7 +3,8 @@
     stage:  operand = quantize(produce(h));  h = operand @ weight.T + bias
 
 `Linear` is a chain of one stage whose producer is the identity, `LayerNormLinear` of one that normalizes, `LayerNormMLP` of two
-(norm, then activation). Shapes inside are 2-D: tokens M x features.
+(norm, then activation), `GroupedLinear` of one whose rows come in groups ([Note: groups] in `stage.py`). Shapes inside are 2-D:
+tokens M x features.
 
 What a stage keeps for its backward is the FP8 columnwise copy of its operand (one byte an element), plus the producer's own input
 where that has a derivative. With `recompute` the copy is made again from that input instead.
@@ -12,35 +13,45 @@ where that has a derivative. With `recompute` the copy is made again from that i
 "high_precision" keeps the operands in the activation dtype; "dequantized" turns the saved FP8 operands back first. A stage without
 schemes (`Stage.input is None`) is unquantized throughout and always goes back in high precision.
 
-[Note: many ranks] A stage may have a tensor-parallel `strategy` (see `strategy.py`). Ranks that quantize parts of one tensor share its
-amax first, so scales and bytes are those of one process. Tokens that are spread over ranks are quantized where they are and gathered
-as bytes: rowwise copies in forward, columnwise ones in backward. A columnwise block must not cross a rank's border; where the tokens
-of a rank do not fill whole blocks, high precision is gathered and quantized after.
+[Note: many ranks] A stage's `strategy` (see `strategy.py`) does what there is to do around a GEMM that is spread over ranks. Ranks
+that quantize parts of one tensor share its amax first, so scales and bytes are those of one process. Tokens that are spread over
+ranks are quantized where they are and gathered as bytes: rowwise copies in forward, columnwise ones in backward. A columnwise block
+must not cross a rank's border; where the tokens of a rank do not fill whole blocks, high precision is gathered and quantized after.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ottava.kernels.activation import get as get_activation
 from ottava.kernels.cast import Buffers, operand_amax
+from ottava.nn.operand import Operand, columnwise, rowwise, transposed
+from ottava.nn.product import product
 from ottava.nn.stage import (
-    PER_SAVED,
-    PER_STAGE,
     Chain,
+    DelayedTensors,
     Gradient,
+    Made,
     Saved,
+    Source,
     Stage,
+    StageGradients,
     StageTensors,
-    tensor_amax,
+    column_of,
+    grad_column,
+    input_column,
+    pack,
+    source_of,
+    unpack,
+    weight_column,
 )
-from ottava.nn.strategy import Strategy, gathers_gradient, gathers_input, spreads_input, spreads_output
-from ottava.nn.watch import scaled_mm
+from ottava.nn.strategy import ALONE
 from ottava.quant.scheme import Scheme
+from ottava.quant.tensor import QuantizedTensor
 
 ops = torch.ops.ottava
 
@@ -48,202 +59,143 @@ ops = torch.ops.ottava
 # ---------------------------------------------------------------------------------------------------------------- producers
 
 
-def _statistics(stage: Stage, h: Tensor, t: StageTensors) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(mean, rstd, amax of the output where current scaling needs it) of the norm; Nones without one."""
+def _statistics(stage: Stage, h: Tensor, t: StageTensors) -> tuple[Source, Tensor | None]:
+    """What the stage's operand is produced from, and its amax where current scaling needs it and a norm has found it."""
     if stage.norm is None:
-        return None, None, None
-    needs_amax = stage.input is not None and ":tensor" in stage.input and not stage.delayed
+        return Source(h, t.gamma, t.beta, None, None), None
+    needs_amax = stage.input is not None and stage.input.per_tensor and not stage.delayed
     mean, rstd, amax = ops.norm_stats(
         h, t.gamma, t.beta, stage.norm.kind, stage.norm.eps, stage.norm.zero_centered, needs_amax
     )
-    return mean, rstd, amax if needs_amax else None
+    return Source(h, t.gamma, t.beta, mean, rstd), amax if needs_amax else None
 
 
-def _produce(
-    stage: Stage, h: Tensor, gamma: Tensor | None, beta: Tensor | None, mean: Tensor | None, rstd: Tensor | None
-) -> Tensor:
+def _produce(stage: Stage, source: Source) -> Tensor:
     """The stage's operand in the activation dtype [M, K]."""
+    h = source.h
     if stage.norm is not None:
-        return ops.norm_apply(h, gamma, beta, mean, rstd, stage.norm.zero_centered, h.dtype)
+        return ops.norm_apply(h, source.gamma, source.beta, source.mean, source.rstd, stage.norm.zero_centered, h.dtype)
     return h if stage.activation is None else ops.activation(h, stage.activation)
 
 
 def _produce_quantized(
-    stage: Stage,
-    h: Tensor,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor | None,
-    scale: Tensor | None,
-    amax: Tensor | None,
-    rowwise: bool,
-    columnwise: bool,
+    stage: Stage, source: Source, scale: Tensor | None, amax: Tensor | None, row: bool, column: bool
 ) -> Buffers:
-    """The stage's operand, quantized, without a high-precision copy in between."""
-    args = (stage.input, scale, amax, rowwise, columnwise)
+    """The stage's operand, quantized, without a high-precision copy in between. row, column: which copies."""
+    args = (str(stage.input), scale, amax, row, column)
     if stage.norm is not None:
-        return Buffers(*ops.norm_quantize(h, gamma, beta, mean, rstd, stage.norm.zero_centered, *args))
+        norm = (source.gamma, source.beta, source.mean, source.rstd, stage.norm.zero_centered)
+        return Buffers(*ops.norm_quantize(source.h, *norm, *args))
     if stage.activation is not None:
-        return Buffers(*ops.activation_quantize(h, stage.activation, *args))
-    return Buffers(*ops.quantize(h, *args))
+        return Buffers(*ops.activation_quantize(source.h, stage.activation, *args))
+    return Buffers(*ops.quantize(source.h, *args))
 
 
-# --------------------------------------------------------------------------------------------------------------- many ranks
+def _quantize(
+    x: Tensor, scheme: Scheme | None, scale: Tensor | None, amax: Tensor | None, row: bool, column: bool
+) -> Buffers:
+    return Buffers(*ops.quantize(x, str(scheme), scale, amax, row, column))
 
 
-def _shared_amax(
-    stage: Stage, h: Tensor, t: StageTensors, mean: Tensor | None, rstd: Tensor | None, own: Tensor | None
-) -> Tensor | None:
+def _shared_amax(stage: Stage, source: Source, own: Tensor | None) -> Tensor | None:
     """The amax of the stage's operand over all ranks that hold a part of it. own: what the norm found on this rank."""
-    assert stage.input is not None
-    if stage.strategy is None or not spreads_input(stage.strategy) or stage.delayed or not tensor_amax(stage.input):
+    scheme, strategy = stage.input, stage.strategy
+    assert scheme is not None
+    if not strategy.shares_input_amax or stage.delayed or not scheme.needs_tensor_amax:
         return own
-    if ":tensor" not in stage.input:
-        own = operand_amax(_produce(stage, h, t.gamma, t.beta, mean, rstd), stage.input)
+    if not scheme.per_tensor:
+        own = operand_amax(_produce(stage, source), scheme)
     elif own is None:
-        own = ops.amax(h) if stage.activation is None else ops.activation_amax(h, stage.activation)
-    return stage.strategy.share_amax(own)
-
-
-def _fills_blocks(tokens: int, scheme: str) -> bool:
-    """Whether columnwise blocks end where this rank's tokens do."""
-    block = Scheme.parse(scheme).block
-    return block is None or tokens % block[1] == 0
-
-
-def _gather_operand(
-    strategy: Strategy, data: Tensor, scale: Tensor, amax: Tensor, scheme: str, dim: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One direction of a quantized tensor whose tokens (rows of the rowwise copy, columns of the columnwise one) are spread."""
-    if ":tensor" not in scheme:
-        scale = strategy.gather(scale, dim)
-    return strategy.gather(data, dim), scale, amax
-
-
-def _gather_gradient(stage: Stage, dy: Tensor, scale: Tensor | None) -> tuple[Buffers, Tensor]:
-    """The quantized gradient of all tokens, from this rank's dy [M/tp, N]; and the amax that this rank saw."""
-    strategy, scheme = stage.strategy, stage.grad
-    assert strategy is not None and scheme is not None
-    if not _fills_blocks(dy.shape[0], scheme):
-        q = Buffers(*ops.quantize(strategy.gather(dy), scheme, scale, None, True, True))
-        return q, q.rowwise_amax
-    amax = None if stage.delayed or not tensor_amax(scheme) else strategy.share_amax(operand_amax(dy, scheme))
-    per_tensor = ":tensor" in scheme
-    q = Buffers(*ops.quantize(dy, scheme, scale, amax, True, not per_tensor))
-    row = _gather_operand(strategy, q.rowwise_data, q.rowwise_scale_inv, q.rowwise_amax, scheme, 0)
-    if per_tensor:  # the bytes can be transposed: one gather serves dgrad and wgrad
-        return Buffers(row[0], row[1], row[0].t().contiguous(), row[1], row[2], q.columnwise_amax), q.rowwise_amax
-    col = _gather_operand(strategy, q.columnwise_data, q.columnwise_scale_inv, q.columnwise_amax, scheme, 1)
-    return Buffers(row[0], row[1], col[0], col[1], row[2], col[2]), q.rowwise_amax
+        own = ops.amax(source.h) if stage.activation is None else ops.activation_amax(source.h, stage.activation)
+    return strategy.share_amax(own)
 
 
 # ------------------------------------------------------------------------------------------------------------------ forward
 
 
-def _forward_quantized(
-    stage: Stage, h: Tensor, t: StageTensors, scale: Tensor | None, keep: bool
-) -> tuple[Tensor, Saved, Tensor | None, Tensor]:
-    """-> (output, saved, norm output if asked for, amax of the operand). keep: a backward pass will come."""
+def _make_quantized(stage: Stage, h: Tensor, t: StageTensors, scale: Tensor | None, keep: bool) -> Made:
+    """The quantized operand of one group. keep: a backward pass will come."""
     assert stage.input is not None
-    mean, rstd, amax = _statistics(stage, h, t)
-    amax = _shared_amax(stage, h, t, mean, rstd, amax)
-    norm_out = _produce(stage, h, t.gamma, t.beta, mean, rstd) if stage.return_norm else None
-    remake = stage.recompute or (gathers_input(stage.strategy) and not _fills_blocks(h.shape[0], stage.input))
-    columnwise = keep and stage.backward == "quantized" and not remake
+    source, amax = _statistics(stage, h, t)
+    amax = _shared_amax(stage, source, amax)
+    norm_out = _produce(stage, source) if stage.return_norm else None
+    remake = stage.recompute or (stage.strategy.gathers_input and not stage.input.fills_blocks(h.shape[0]))
+    column = keep and stage.backward == "quantized" and not remake
     if norm_out is not None:  # it exists anyway: quantize the rounded tensor
-        q = Buffers(*ops.quantize(norm_out, stage.input, scale, amax, True, columnwise))
+        q = _quantize(norm_out, stage.input, scale, amax, True, column)
     else:
-        q = _produce_quantized(stage, h, t.gamma, t.beta, mean, rstd, scale, amax, True, columnwise)
-    row = (q.rowwise_data, q.rowwise_scale_inv, q.rowwise_amax)
-    if gathers_input(stage.strategy):
-        assert stage.strategy is not None
-        row = _gather_operand(stage.strategy, *row, stage.input, 0)
-    sums = stage.strategy is not None and stage.strategy.mode == "row"
-    out = scaled_mm(
-        *row, t.row, t.row_scale, t.row_amax,
-        stage.input, stage.weight, None if sums else t.bias, h.dtype, stage.split_fprop,
-    )  # fmt: skip
-    if sums:
-        assert stage.strategy is not None
-        out = stage.strategy.reduce(out, t.bias)
+        q = _produce_quantized(stage, source, scale, amax, True, column)
     operand: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, amax)
-    if columnwise:
+    if column:
         operand = (q.columnwise_data, q.columnwise_scale_inv, q.columnwise_amax)
     elif stage.backward == "dequantized" and not remake:
         operand = (q.rowwise_data, q.rowwise_scale_inv, q.rowwise_amax)
     elif stage.backward == "high_precision" and not remake:
-        operand = (norm_out if norm_out is not None else _produce(stage, h, t.gamma, t.beta, mean, rstd), None, None)
+        operand = (norm_out if norm_out is not None else _produce(stage, source), None, None)
     if stage.backward == "quantized":
-        w_operand = (t.col, t.col_scale, t.col_amax)
+        weight = (t.col, t.col_scale, t.col_amax)
     elif stage.backward == "dequantized":
-        w_operand = (t.row, t.row_scale, t.row_amax)
+        weight = (t.row, t.row_scale, t.row_amax)
     else:
-        w_operand = (t.weight, None, None)
+        weight = (t.weight, None, None)
     needs_source = stage.norm is not None or stage.activation is not None or remake
-    saved = Saved(h if needs_source else None, mean, rstd, t.gamma, t.beta, *operand, *w_operand)
-    return out, saved, norm_out, q.rowwise_amax
+    saved = Saved(h if needs_source else None, *source[1:], *operand, *weight)
+    return Made(rowwise(q, stage.input), saved, norm_out, q.rowwise_amax)
 
 
-def _forward_plain(stage: Stage, h: Tensor, t: StageTensors) -> tuple[Tensor, Saved, Tensor | None, Tensor]:
-    """The same in the activation dtype; returns the operand in place of its amax."""
-    mean, rstd, _ = _statistics(stage, h, t)
-    operand = _produce(stage, h, t.gamma, t.beta, mean, rstd)
-    strategy = stage.strategy
-    if strategy is None:
-        out = ops.mm(operand, t.weight, t.bias, h.dtype)
-    elif strategy.mode == "row":
-        out = strategy.reduce(ops.mm(operand, t.weight, None, h.dtype), t.bias)
-    else:
-        whole = strategy.gather(operand) if strategy.sequence_parallel else operand
-        out = ops.mm(whole, t.weight, t.bias, h.dtype)
-    needs_source = stage.norm is not None or stage.activation is not None
-    saved = Saved(
-        h if needs_source or stage.recompute else None, mean, rstd, t.gamma, t.beta,
-        None if stage.recompute else operand, None, None, t.weight, None, None,
-    )  # fmt: skip
-    return out, saved, operand if stage.return_norm else None, operand
+def _make_unquantized(stage: Stage, h: Tensor, t: StageTensors) -> Made:
+    """The same in the activation dtype."""
+    source, _ = _statistics(stage, h, t)
+    operand = _produce(stage, source)
+    needs_source = stage.norm is not None or stage.activation is not None or stage.recompute
+    kept = None if stage.recompute else operand
+    saved = Saved(h if needs_source else None, *source[1:], kept, None, None, t.weight, None, None)
+    return Made(Operand(operand), saved, operand if stage.return_norm else None, None)
+
+
+def _weight_operand(stage: Stage, t: StageTensors) -> Operand:
+    """What the forward GEMM multiplies with."""
+    if stage.weight is None:
+        return Operand(t.weight)
+    assert t.row is not None
+    return Operand(t.row, t.row_scale, t.row_amax, stage.weight)
+
+
+def _fprop(stage: Stage, made: list[Made], tensors: list[StageTensors], dtype: torch.dtype) -> Tensor:
+    """The output of all groups [M, N]."""
+    weights = [_weight_operand(stage, t) for t in tensors]
+    biases = [t.bias for t in tensors if t.bias is not None]
+
+    def multiply(operands: list[Operand], biases: list[Tensor]) -> Tensor:
+        return product(operands, weights, biases, dtype, stage.split_fprop)
+
+    return stage.strategy.fprop([m.operand for m in made], multiply, biases)
+
+
+def _record_forward(chain: Chain, number: int, made: Made, t: StageTensors, history: Tensor | None) -> None:
+    """Raises the amax history of stage `number`, where somebody collects it."""
+    if chain.calibrate:
+        ops.record_amax_(history, ops.amax(made.operand.data), input_column(number), 0)
+        ops.record_amax_(history, ops.amax(t.weight), weight_column(number), 0)
+    elif chain.record and chain.stages[number].delayed:
+        ops.record_amax_(history, made.amax, input_column(number), 0)
 
 
 # ----------------------------------------------------------------------------------------------------------------- backward
 
 
-Operand = tuple[Tensor, Tensor | None, Tensor | None]
-
-
-def _wgrad_operand(stage: Stage, s: Saved, scale: Tensor | None, dtype: torch.dtype) -> Callable[[], Operand]:
-    """What gives the operand of wgrad for all tokens. Where they are spread over ranks, the gather begins now."""
-    strategy = stage.strategy
-    if strategy is None or not gathers_input(strategy):
-        return lambda: _own_operand(stage, s, scale, dtype)
+def _wgrad_operand(stage: Stage, s: Saved, scale: Tensor | None, dtype: torch.dtype) -> Operand:
+    """The input's side of wgrad, of this rank's tokens: saved, or made again if the stage recomputes. In high precision [M, K]."""
     if stage.input is None or stage.backward != "quantized":
-        whole = strategy.begin_gather(_high_precision_operand(stage, s, scale, dtype))
-        return lambda: (whole(), None, None)
-    if s.data is None and s.source is not None and not _fills_blocks(s.source.shape[0], stage.input):
-        rows = strategy.begin_gather(_produce(stage, s.source, s.gamma, s.beta, s.mean, s.rstd))
-        return lambda: _columnwise(Buffers(*ops.quantize(rows(), stage.input, scale, None, False, True)))
-    data, data_scale, amax = _own_operand(stage, s, scale, dtype)
-    assert data_scale is not None
-    columns = strategy.begin_gather(data, 1)
-    scales = (lambda: data_scale) if ":tensor" in stage.input else strategy.begin_gather(data_scale, 1)
-    return lambda: (columns(), scales(), amax)
-
-
-def _own_operand(stage: Stage, s: Saved, scale: Tensor | None, dtype: torch.dtype) -> Operand:
-    """The operand of wgrad for this rank's tokens: the saved one, or a new one from the producer's input if the stage recomputes."""
-    if stage.input is None or stage.backward != "quantized":
-        return _high_precision_operand(stage, s, scale, dtype), None, None
+        return Operand(_high_precision_operand(stage, s, scale, dtype))
     if s.data is not None:
-        return s.data, s.scale, s.amax
-    assert s.source is not None
+        return Operand(s.data, s.scale_inv, s.amax, stage.input, "columnwise")
+    source = source_of(s)
     if stage.return_norm:
-        h = _produce(stage, s.source, s.gamma, s.beta, s.mean, s.rstd)
-        return _columnwise(Buffers(*ops.quantize(h, stage.input, scale, s.amax, False, True)))
-    return _columnwise(_produce_quantized(stage, s.source, s.gamma, s.beta, s.mean, s.rstd, scale, s.amax, False, True))
-
-
-def _columnwise(q: Buffers) -> Operand:
-    return q.columnwise_data, q.columnwise_scale_inv, q.columnwise_amax
+        q = _quantize(_produce(stage, source), stage.input, scale, s.amax, False, True)
+    else:
+        q = _produce_quantized(stage, source, scale, s.amax, False, True)
+    return columnwise(q, stage.input)
 
 
 def _high_precision_operand(stage: Stage, s: Saved, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -251,50 +203,154 @@ def _high_precision_operand(stage: Stage, s: Saved, scale: Tensor | None, dtype:
     if s.data is not None and (stage.input is None or stage.backward == "high_precision"):
         return s.data
     if stage.backward == "dequantized" and stage.input is not None:
-        row = (s.data, s.scale, s.amax)
+        row = (s.data, s.scale_inv, s.amax)
         if s.data is None:
-            assert s.source is not None
-            q = _produce_quantized(stage, s.source, s.gamma, s.beta, s.mean, s.rstd, scale, s.amax, True, False)
+            q = _produce_quantized(stage, source_of(s), scale, s.amax, True, False)
             row = (q.rowwise_data, q.rowwise_scale_inv, q.rowwise_amax)
-        return ops.dequantize(*row, stage.input, dtype)
-    assert s.source is not None
-    return _produce(stage, s.source, s.gamma, s.beta, s.mean, s.rstd)
+        return ops.dequantize(*row, str(stage.input), dtype)
+    return _produce(stage, source_of(s))
 
 
-def _dgrad_operand(stage: Stage, s: Saved, dtype: torch.dtype) -> Tensor:
-    """The weight in high precision [N, K], for a stage that does not go back quantized."""
-    assert s.w_data is not None
+def _begin_wgrad(
+    stage: Stage, saved: list[Saved], scales: list[Tensor | None], dtype: torch.dtype
+) -> Callable[[], list[Operand]]:
+    """What gives the input's side of wgrad for all tokens. Where they are spread over ranks, their gather begins now."""
+    first, scheme = saved[0], stage.input
+    quantized = scheme is not None and stage.backward == "quantized"
+    if (
+        quantized
+        and stage.strategy.gathers_input
+        and first.data is None
+        and first.h is not None
+        and not scheme.fills_blocks(first.h.shape[0])  # type: ignore[union-attr]
+    ):
+        begun = stage.strategy.before_wgrad([Operand(_produce(stage, source_of(s))) for s in saved])
+        return lambda: [
+            columnwise(_quantize(x.data, scheme, scale, None, False, True), scheme) for x, scale in zip(begun(), scales)
+        ]
+    return stage.strategy.before_wgrad([_wgrad_operand(stage, s, c, dtype) for s, c in zip(saved, scales)])
+
+
+def _dgrad_operand(stage: Stage, s: Saved, dtype: torch.dtype) -> Operand:
+    """The weight's side of dgrad [K, N]: the columnwise copy, or a view of the weight in high precision."""
+    assert s.weight_data is not None
+    if _quantizes_gradient(stage):
+        return Operand(s.weight_data, s.weight_scale_inv, s.weight_amax, stage.weight)
     if stage.backward == "dequantized" and stage.weight is not None:
-        return ops.dequantize(s.w_data, s.w_scale, s.w_amax, stage.weight, dtype)
-    return s.w_data.dequantize().to(dtype) if hasattr(s.w_data, "scheme") else s.w_data
-
-
-def _dgrad(stage: Stage, s: Saved, grad: Gradient, dtype: torch.dtype) -> Tensor:
-    """The gradient of the stage's operand [M, K]; of a column-parallel stage this rank's part of the sum."""
-    q = grad.quantized
-    if q is None:
-        assert grad.value is not None
-        return ops.mm(grad.value, _dgrad_operand(stage, s, dtype).t(), None, dtype, stage.output_parts)
-    return scaled_mm(
-        q.rowwise_data, q.rowwise_scale_inv, q.rowwise_amax, s.w_data, s.w_scale, s.w_amax,
-        stage.grad, stage.weight, None, dtype, stage.split_dgrad, stage.output_parts,
-    )  # fmt: skip
-
-
-def _wgrad(stage: Stage, grad: Gradient, operand: Operand, dtype: torch.dtype) -> Tensor:
-    """The gradient of the stage's weight [N, K]."""
-    q = grad.quantized
-    if q is None:
-        assert grad.value is not None
-        return ops.mm(grad.value.t(), operand[0].t(), None, dtype)
-    return scaled_mm(
-        q.columnwise_data, q.columnwise_scale_inv, q.columnwise_amax, *operand,
-        stage.grad, stage.input, None, dtype, stage.split_wgrad,
-    )  # fmt: skip
+        weight = ops.dequantize(s.weight_data, s.weight_scale_inv, s.weight_amax, str(stage.weight), dtype)
+    elif isinstance(s.weight_data, QuantizedTensor):
+        weight = s.weight_data.dequantize().to(dtype)
+    else:
+        weight = s.weight_data.to(dtype)
+    return Operand(weight.t())
 
 
 def _quantizes_gradient(stage: Stage) -> bool:
     return stage.grad is not None and stage.backward == "quantized"
+
+
+def _shares_gradient_amax(stage: Stage) -> bool:
+    return (
+        stage.strategy.shares_grad_amax
+        and not stage.delayed
+        and stage.grad is not None
+        and stage.grad.needs_tensor_amax
+    )
+
+
+def _quantized_gradient(stage: Stage, grad: Gradient, scale: Tensor | None) -> tuple[Gradient, Tensor]:
+    """(the gradient of this rank's tokens, quantized; its amax). Of all tokens at once where blocks would cross ranks."""
+    scheme, strategy, dy = stage.grad, stage.strategy, grad.value
+    assert scheme is not None and dy is not None
+    if strategy.gathers_grad and not scheme.fills_blocks(dy.shape[0]):
+        q = _quantize(strategy.gather(dy), scheme, scale, None, True, True)
+        return Gradient(dy, q, grad.column_sum, gathered=True), q.rowwise_amax
+    amax = strategy.share_amax(operand_amax(dy, scheme)) if _shares_gradient_amax(stage) else None
+    # Bytes with one scale can be transposed after they have travelled.
+    q = _quantize(dy, scheme, scale, amax, True, not (strategy.gathers_grad and scheme.per_tensor))
+    return Gradient(dy, q, grad.column_sum), q.rowwise_amax
+
+
+def _quantize_gradient(chain: Chain, number: int, grad: Gradient, state: DelayedTensors) -> Gradient:
+    """Quantizes the gradient of the output of stage `number` if the stage wants it, and records its amax."""
+    stage = chain.stages[number]
+    if not _quantizes_gradient(stage):
+        return grad
+    if grad.quantized is not None:
+        amax = grad.quantized.rowwise_amax
+    else:
+        scale = column_of(state.bwd_scale, grad_column(number)) if stage.delayed else None
+        grad, amax = _quantized_gradient(stage, grad, scale)
+    if stage.delayed:
+        ops.record_amax_(state.bwd_history, amax, grad_column(number), chain.owner)
+    return grad
+
+
+def _bias_gradient(grad: Gradient) -> Tensor:
+    return grad.column_sum if grad.column_sum is not None else ops.column_sum(grad.value)
+
+
+def _rows_of(stage: Stage, grad: Gradient) -> Operand:
+    """The gradient's side of dgrad."""
+    if grad.quantized is not None:
+        return rowwise(grad.quantized, stage.grad)
+    assert grad.value is not None
+    return Operand(grad.value)
+
+
+def _columns_of(stage: Stage, grad: Gradient, rows: Operand) -> Operand:
+    """The gradient's side of wgrad, of all tokens. rows: its rowwise copy of all tokens."""
+    q, strategy = grad.quantized, ALONE if grad.gathered else stage.strategy
+    if q is None or (strategy.gathers_grad and stage.grad is not None and stage.grad.per_tensor):
+        return transposed(rows)
+    return strategy.before_dgrad(columnwise(q, stage.grad))
+
+
+def _wgrad(
+    stage: Stage, grads: list[Gradient], rows: list[Operand], operands: list[Operand], dtype: torch.dtype
+) -> Tensor:
+    """The gradient of the weights of all groups, under one another: [groups * N, K]."""
+    columns = [_columns_of(stage, grad, row) for grad, row in zip(grads, rows)]
+    operands = [transposed(o) if o.scheme is None else o for o in operands]
+    return product(columns, operands, [], dtype, stage.split_wgrad)
+
+
+def _dgrad(
+    stage: Stage,
+    saved: list[Saved],
+    grads: list[Gradient],
+    rows: list[Operand],
+    extra: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Callable[[], Tensor], list[Operand]]:
+    """(what gives the gradient of the operands [M, K], the gradients' rowwise copies of all tokens).
+
+    rows: the copies of this rank's tokens. extra: another gradient of the operands of all tokens.
+    """
+    weights = [_dgrad_operand(stage, s, dtype) for s in saved]
+
+    def multiply(rows: list[Operand]) -> Tensor:
+        out = product(rows, weights, [], dtype, stage.split_dgrad, stage.output_parts)
+        return out if extra is None else out + extra
+
+    strategy = ALONE if grads[0].gathered else stage.strategy
+    return strategy.dgrad(rows, multiply)
+
+
+def _activation_backward(
+    chain: Chain, number: int, dgrad: Tensor, s: Saved, state: DelayedTensors, needs_bias: bool
+) -> Gradient:
+    """Through the activation of stage `number`; straight into quantized form if the stage before takes it so."""
+    name = chain.stages[number].activation
+    earlier = number - chain.groups
+    before = chain.stages[earlier] if earlier >= 0 else None
+    if before is None or not _quantizes_gradient(before) or _shares_gradient_amax(before):
+        return Gradient(ops.activation_backward(dgrad, s.h, name))
+    scale = column_of(state.bwd_scale, grad_column(earlier)) if before.delayed else None
+    *q, column_sum = ops.activation_backward_quantize(
+        dgrad, s.h, name, str(before.fused_grad or before.grad), scale, None, True, True, needs_bias
+    )
+    return Gradient(None, Buffers(*q), column_sum if needs_bias else None)
 
 
 def refuse_double_backward() -> None:
@@ -303,169 +359,181 @@ def refuse_double_backward() -> None:
         raise ValueError("Ottava's modules cannot be differentiated twice: call backward without create_graph=True.")
 
 
+# ------------------------------------------------------------------------------------------------------------ the Function
+
+
 class _ChainFunction(torch.autograd.Function):
     """Runs a chain. Inputs: see `run_chain`."""
 
     @staticmethod
-    def forward(ctx: Any, chain: Chain, accumulators: Any, keep: bool, h: Tensor, *flat: Any) -> Any:
-        fwd_scale, fwd_history, bwd_scale, bwd_history = flat[-4:]
-        saved: list[Tensor | None] = []
+    def forward(
+        ctx: Any, chain: Chain, accumulators: Any, splits: tuple[int, ...] | None, keep: bool, h: Tensor, *flat: Any
+    ) -> Any:
+        count, groups = len(chain.stages), chain.groups
+        tensors, state = unpack(StageTensors, flat, count), DelayedTensors(*flat[-len(DelayedTensors._fields) :])
+        saved: list[Saved] = []
         norm_out = None
-        for i, stage in enumerate(chain.stages):
-            t = StageTensors(*flat[i * PER_STAGE : (i + 1) * PER_STAGE])
-            if stage.input is None:
-                h, kept, norm, operand = _forward_plain(stage, h, t)
-                if chain.calibrate:
-                    ops.record_amax_(fwd_history, ops.amax(operand), 3 * i, 0)
-                    ops.record_amax_(fwd_history, ops.amax(t.weight), 3 * i + 1, 0)
-            else:
-                scale = fwd_scale[3 * i : 3 * i + 1] if stage.delayed else None
-                h, kept, norm, amax = _forward_quantized(stage, h, t, scale, keep)
-                if stage.delayed and chain.record:
-                    ops.record_amax_(fwd_history, amax, 3 * i, 0)
-            norm_out = norm if norm is not None else norm_out
-            saved.extend(kept)
+        for start in range(0, count, groups):
+            stage, made = chain.stages[start], []
+            for number, part in enumerate(_parts(h, splits), start):
+                t = tensors[number]
+                if stage.input is None:
+                    one = _make_unquantized(stage, part, t)
+                else:
+                    scale = column_of(state.fwd_scale, input_column(number)) if stage.delayed else None
+                    one = _make_quantized(stage, part, t, scale, keep)
+                _record_forward(chain, number, one, t, state.fwd_history)
+                made.append(one)
+                saved.append(one.saved)
+            h = _fprop(stage, made, tensors[start : start + groups], h.dtype)
+            if stage.return_norm:
+                norm_out = _joined([one.norm_out for one in made])
         delayed = any(stage.delayed for stage in chain.stages)
-        recompute_scale = fwd_scale.clone() if delayed and any(stage.recompute for stage in chain.stages) else None
-        ctx.save_for_backward(*saved, recompute_scale)
+        recompute = delayed and any(stage.recompute for stage in chain.stages)
+        ctx.save_for_backward(*pack(saved), state.fwd_scale.clone() if recompute else None)  # type: ignore[union-attr]
         # Live buffers, not saved ones: another backward may update them before this one runs.
-        ctx.bwd_scale, ctx.bwd_history = (bwd_scale, bwd_history) if delayed else (None, None)
-        ctx.chain, ctx.accumulators = chain, accumulators
-        ctx.weight_dtypes = tuple(flat[i * PER_STAGE + 2].dtype for i in range(len(chain.stages)))
+        ctx.bwd_scale, ctx.bwd_history = (state.bwd_scale, state.bwd_history) if delayed else (None, None)
+        ctx.chain, ctx.accumulators, ctx.splits = chain, accumulators, splits
+        ctx.weight_dtypes = tuple(t.weight.dtype for t in tensors)
         first = chain.stages[0]
-        if first.gather_norm and norm_out is not None and first.strategy is not None:
-            norm_out = first.strategy.gather(norm_out)
+        if first.gather_norm and norm_out is not None:
+            norm_out = first.strategy.before_gemm(Operand(norm_out)).data
         return (h, norm_out) if first.return_norm else h
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, dnorm: Tensor | None = None) -> Any:
         refuse_double_backward()
         *flat, fwd_scale = ctx.saved_tensors
-        bwd_scale, bwd_history = ctx.bwd_scale, ctx.bwd_history
         chain: Chain = ctx.chain
-        grads: list[Tensor | None] = [None] * (len(chain.stages) * PER_STAGE + 4)
-        grad = Gradient(dy if dy.is_contiguous() else dy.contiguous())
-        for i in reversed(range(len(chain.stages))):
-            stage = chain.stages[i]
-            s = Saved(*flat[i * PER_SAVED : (i + 1) * PER_SAVED])
-            needs = ctx.needs_input_grad[4 + i * PER_STAGE : 4 + (i + 1) * PER_STAGE]
-            scale = fwd_scale[3 * i : 3 * i + 1] if fwd_scale is not None else None
-            grad = _quantize_gradient(chain, i, grad, bwd_scale, bwd_history)
-            if needs[3]:
-                grads[i * PER_STAGE + 3] = (
-                    grad.column_sum if grad.column_sum is not None else ops.column_sum(grad.value)
-                )
-            accumulate = ctx.accumulators[i] if ctx.accumulators is not None else None
-            strategy = stage.strategy
-            if strategy is not None and gathers_gradient(strategy) and grad.quantized is None:
-                grad = Gradient(strategy.gather(grad.value))  # type: ignore[arg-type]
-            weight_dtype = torch.float32 if accumulate is not None else ctx.weight_dtypes[i]
-            # The operand of wgrad is gathered under dgrad's product, the input's gradient is summed under wgrad's.
-            operand = _wgrad_operand(stage, s, scale, dy.dtype) if needs[2] else None
-            summed = None
-            if i > 0 or ctx.needs_input_grad[3] or needs[0] or needs[1]:
-                dgrad = _dgrad(stage, s, grad, dy.dtype)
-                if stage.gather_norm and dnorm is not None:  # of all tokens: it is summed with the rest
-                    dgrad, dnorm = dgrad + dnorm, None
-                summed = _begin_sum(strategy, dgrad)
-            if operand is not None:
-                wgrad = _wgrad(stage, grad, operand(), weight_dtype)
-                grads[i * PER_STAGE + 2] = wgrad if accumulate is None else accumulate(wgrad)
-            if summed is None:
-                return None, None, None, None, *grads
-            dgrad = summed()
-            if stage.norm is not None:
-                dgrad = dgrad if dnorm is None else dgrad + dnorm
-                dx, dgamma, dbeta = ops.norm_backward(
-                    dgrad, s.source, s.gamma, s.mean, s.rstd, stage.norm.zero_centered, s.beta is not None
-                )
-                grads[i * PER_STAGE] = dgamma
-                grads[i * PER_STAGE + 1] = dbeta if s.beta is not None else None
-                grad = Gradient(dx)
-            elif stage.activation is not None:
-                needs_bias = i > 0 and ctx.needs_input_grad[4 + (i - 1) * PER_STAGE + 3]
-                grad = _activation_backward(chain, i, dgrad, s, bwd_scale, needs_bias)
-            else:
-                grad = Gradient(dgrad)
-        return None, None, None, grad.value, *grads
+        count, groups = len(chain.stages), chain.groups
+        state = DelayedTensors(fwd_scale, None, ctx.bwd_scale, ctx.bwd_history)
+        all_saved, all_needs = unpack(Saved, flat, count), unpack(StageTensors, ctx.needs_input_grad[5:], count)
+        found: list[StageGradients] = [StageGradients()] * count
+        grads = [Gradient(part) for part in _parts(dy if dy.is_contiguous() else dy.contiguous(), ctx.splits)]
+        dx: Tensor | None = None
+        for start in reversed(range(0, count, groups)):
+            members = slice(start, start + groups)
+            stage, saved, needs = chain.stages[start], all_saved[members], all_needs[members]
+            grads = [_quantize_gradient(chain, i, grad, state) for i, grad in enumerate(grads, start)]
+            dbias = [_bias_gradient(grad) if need.bias else None for grad, need in zip(grads, needs)]
+            add = ctx.accumulators[members] if ctx.accumulators is not None else (None,) * groups
+            # Another gradient of all ranks' operands is summed over ranks with the rest.
+            extra, dnorm = (dnorm, None) if stage.gather_norm else (None, dnorm)
+            dx, dweight = _products_backward(
+                stage,
+                saved,
+                grads,
+                [column_of(fwd_scale, input_column(i)) for i in range(start, start + groups)],
+                start > 0 or ctx.needs_input_grad[4] or any(need.gamma or need.beta for need in needs),
+                any(need.weight for need in needs),
+                extra,
+                add,
+                ctx.weight_dtypes[start],
+                dy.dtype,
+            )
+            if dx is None:
+                found[members] = [StageGradients(None, None, w, b) for w, b in zip(dweight, dbias)]
+                break
+            if stage.norm is None and stage.activation is None:
+                found[members] = [StageGradients(None, None, w, b) for w, b in zip(dweight, dbias)]
+                grads = [Gradient(part) for part in _parts(dx, ctx.splits)] if start > 0 else []
+                continue
+            dnorms = _parts(dnorm, ctx.splits) if dnorm is not None else [None] * groups
+            grads = []
+            for g, (dgrad, s) in enumerate(zip(_parts(dx, ctx.splits), saved)):
+                needs_bias = start > 0 and bool(all_needs[start - groups + g].bias)
+                made = _producer_backward(chain, start + g, dgrad, dnorms[g], s, state, needs_bias)
+                grads.append(made.grad)
+                found[start + g] = StageGradients(made.dgamma, made.dbeta, dweight[g], dbias[g])
+        first = chain.stages[0]
+        if dx is not None and (first.norm is not None or first.activation is not None):
+            dx = _joined([grad.value for grad in grads])
+        return None, None, None, None, dx, *pack(found), *DelayedTensors()
 
 
-def _begin_sum(strategy: Strategy | None, dgrad: Tensor) -> Callable[[], Tensor]:
-    """What gives the input's gradient: `dgrad`, or its sum over the ranks of a column-parallel stage, which begins now."""
-    if strategy is None or strategy.mode != "column":
-        return lambda: dgrad
-    return strategy.begin_reduce(dgrad)
+def _products_backward(
+    stage: Stage,
+    saved: list[Saved],
+    grads: list[Gradient],
+    scales: list[Tensor | None],
+    needs_dgrad: bool,
+    needs_wgrad: bool,
+    extra: Tensor | None,
+    accumulators: tuple,
+    weight_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """(the gradient of the operands [M, K], that of each group's weight) where they are needed.
+
+    The operand of wgrad is gathered under dgrad's product, the input's gradient is summed under wgrad's.
+    """
+    operands = _begin_wgrad(stage, saved, scales, dtype) if needs_wgrad else None
+    summed, rows = None, [_rows_of(stage, grad) for grad in grads]
+    if needs_dgrad:
+        summed, rows = _dgrad(stage, saved, grads, rows, extra, dtype)
+    elif needs_wgrad and not grads[0].gathered:
+        rows = [stage.strategy.before_dgrad(row) for row in rows]
+    dweight: list[Tensor | None] = [None] * len(grads)
+    if operands is not None:
+        accumulates = accumulators[0] is not None
+        whole = _wgrad(stage, grads, rows, operands(), torch.float32 if accumulates else weight_dtype)
+        dweight = list(whole.chunk(len(grads))) if len(grads) > 1 else [whole]
+        if accumulates:
+            dweight = [add(part) for add, part in zip(accumulators, dweight)]
+    return None if summed is None else summed(), dweight
 
 
-def _quantize_gradient(
-    chain: Chain, i: int, grad: Gradient, bwd_scale: Tensor | None, bwd_history: Tensor | None
-) -> Gradient:
-    """Quantizes the gradient of stage i's output if the stage wants it, and records its amax."""
-    stage = chain.stages[i]
-    if not _quantizes_gradient(stage):
-        return grad
-    if grad.quantized is not None:
-        amax = grad.quantized.rowwise_amax
-    else:
-        scale = bwd_scale[2 * i : 2 * i + 1] if stage.delayed else None  # type: ignore[index]
-        q, amax = _quantized_gradient(stage, grad.value, scale)  # type: ignore[arg-type]
-        grad = Gradient(grad.value, q, grad.column_sum)
-    if stage.delayed:
-        ops.record_amax_(bwd_history, amax, 2 * i, chain.owner)
-    return grad
+class _ProducerGradients(NamedTuple):
+    """Of one group: the gradient of the stage's input, and those of the norm's gain and bias."""
+
+    grad: Gradient
+    dgamma: Tensor | None = None
+    dbeta: Tensor | None = None
 
 
-def _quantized_gradient(stage: Stage, dy: Tensor, scale: Tensor | None) -> tuple[Buffers, Tensor]:
-    """(quantized gradient of all tokens, amax of what this rank has of it)."""
-    if gathers_gradient(stage.strategy):
-        return _gather_gradient(stage, dy, scale)
-    amax = None
-    if _shares_gradient_amax(stage):
-        assert stage.strategy is not None and stage.grad is not None
-        amax = stage.strategy.share_amax(operand_amax(dy, stage.grad))
-    q = Buffers(*ops.quantize(dy, stage.grad, scale, amax, True, True))
-    return q, q.rowwise_amax
+def _producer_backward(
+    chain: Chain, number: int, dgrad: Tensor, dnorm: Tensor | None, s: Saved, state: DelayedTensors, needs_bias: bool
+) -> _ProducerGradients:
+    """Through the producer of stage `number`. dnorm: of the norm's output, where that was returned."""
+    stage = chain.stages[number]
+    if stage.norm is not None:
+        dgrad = dgrad if dnorm is None else dgrad + dnorm
+        dx, dgamma, dbeta = ops.norm_backward(
+            dgrad, s.h, s.gamma, s.mean, s.rstd, stage.norm.zero_centered, s.beta is not None
+        )
+        return _ProducerGradients(Gradient(dx), dgamma, dbeta if s.beta is not None else None)
+    return _ProducerGradients(_activation_backward(chain, number, dgrad, s, state, needs_bias))
 
 
-def _shares_gradient_amax(stage: Stage) -> bool:
-    return (
-        stage.strategy is not None
-        and spreads_output(stage.strategy)
-        and not stage.delayed
-        and stage.grad is not None
-        and tensor_amax(stage.grad)
-    )
+def _parts(x: Tensor, splits: tuple[int, ...] | None) -> list[Tensor]:
+    """The rows of each group."""
+    return [x] if splits is None else list(x.split(splits))
 
 
-def _activation_backward(
-    chain: Chain, i: int, dgrad: Tensor, s: Saved, bwd_scale: Tensor | None, needs_bias: bool
-) -> Gradient:
-    """Through stage i's activation; straight into quantized form if the stage before takes it so."""
-    name = chain.stages[i].activation
-    before = chain.stages[i - 1] if i > 0 else None
-    if before is None or not _quantizes_gradient(before) or _shares_gradient_amax(before):
-        return Gradient(ops.activation_backward(dgrad, s.source, name))
-    scale = bwd_scale[2 * (i - 1) : 2 * (i - 1) + 1] if before.delayed else None  # type: ignore[index]
-    *q, column_sum = ops.activation_backward_quantize(
-        dgrad, s.source, name, before.fused_grad or before.grad, scale, None, True, True, needs_bias
-    )
-    return Gradient(None, Buffers(*q), column_sum if needs_bias else None)
+def _joined(parts: list[Tensor | None]) -> Tensor | None:
+    """The groups' rows under one another."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)  # type: ignore[arg-type]
 
 
 def run_chain(
     chain: Chain,
     x: Tensor,
     stages: list[StageTensors],
-    state: tuple[Tensor, Tensor, Tensor, Tensor] | None,
+    state: DelayedTensors | None,
     accumulators: tuple | None = None,
+    splits: tuple[int, ...] | None = None,
 ) -> Any:
-    """Runs `chain` on x [M, K]. state: (fwd_scale, fwd_history, bwd_scale, bwd_history) where delayed scaling needs it.
+    """Runs `chain` on x [M, K]. state: where delayed scaling needs it. splits: rows of each of the chain's groups, if it has several.
 
     Returns [M, N], or ([M, N], norm output [M, K]) if the first stage returns it.
     """
-    flat = [tensor for stage in stages for tensor in stage]
-    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *flat))
-    return _ChainFunction.apply(chain, accumulators, keep, x, *flat, *(state or (None, None, None, None)))
+    keep = torch.is_grad_enabled() and (x.requires_grad or any(_trains(tensors) for tensors in stages))
+    return _ChainFunction.apply(chain, accumulators, splits, keep, x, *pack(stages), *(state or DelayedTensors()))
+
+
+def _trains(t: StageTensors) -> bool:
+    """Whether a parameter of the stage wants a gradient."""
+    return any(p is not None and p.requires_grad for p in (t.weight, t.bias, t.gamma, t.beta))
 
 
 def gated(activation: str) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ottava.nn.base import default_device
 from ottava.nn.core import refuse_double_backward
-from ottava.nn.strategy import REPLICATED, Strategy, backend, local
+from ottava.nn.strategy import ALONE, REPLICATED, Strategy, backend, local
 from ottava.quant.quantizer import check_float
 
 ops = torch.ops.ottava
@@ -60,7 +60,7 @@ class _Norm(nn.Module):
         self.sequence_parallel = sequence_parallel
         self.spreads_heads = False
         """Whether tensor-parallel ranks normalize different heads, so that each has a part of the gradient."""
-        self._strategy: Strategy | None = None
+        self._strategy: Strategy = ALONE
         options: dict[str, Any] = {"dtype": params_dtype or torch.get_default_dtype(), "device": default_device(device)}
         self.weight = nn.Parameter(torch.empty(sizes, **options))
         self.bias = nn.Parameter(torch.empty(sizes, **options)) if self.has_bias else None
@@ -85,8 +85,7 @@ class _Norm(nn.Module):
         if parameter is None:
             return None
         value = local(parameter).reshape(-1)
-        partial = self._strategy is not None and (self.sequence_parallel or self.spreads_heads)
-        return self._strategy.replicated(value) if self._strategy is not None and partial else value
+        return self._strategy.replicated(value) if self.sequence_parallel or self.spreads_heads else value
 
     def reset_parameters(self) -> None:
         """Gain 1 (stored as 0 if zero-centered), bias 0."""

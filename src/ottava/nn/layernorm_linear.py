@@ -133,18 +133,25 @@ class LayerNormLinear(QuantizedModule):
         x = self.check_input(inp, self.in_features, weight)
         bias = self.joined(self.bias_names) if self.use_bias else None
         self.check_features(in_features=self.in_features, out_features=self.out_features)
-        norm = Norm(self.normalization, self.eps, self.zero_centered_gamma)
-        stage = Stage(
-            norm,
-            recompute=self.recompute,
-            return_norm=self.return_layernorm_output,
-            gather_norm=self.return_layernorm_output_gathered,
-            strategy=self.strategy(),
-        )
-        chain, scale = self.prepare([stage])
+        norm = (self.normalization, self.eps, self.zero_centered_gamma)
+        returns = (self.return_layernorm_output, self.return_layernorm_output_gathered)
+        strategy = self.strategy()
+
+        def stages() -> list[Stage]:
+            return [
+                Stage(
+                    Norm(*norm),
+                    recompute=self.recompute,
+                    return_norm=self.return_layernorm_output,
+                    gather_norm=self.return_layernorm_output_gathered,
+                    strategy=strategy,
+                )
+            ]
+
+        chain, scale = self.prepare((norm, returns, self.recompute, strategy), stages)
         tensors = self.stage_tensors(
             chain, 0, weight, None if self.return_bias else bias, scale, is_first_microbatch,
-            self.parameter("layer_norm_weight", 0), self.parameter("layer_norm_bias", 0), x.dtype,
+            self.input_parameter("layer_norm_weight"), self.input_parameter("layer_norm_bias"), x.dtype,
         )  # fmt: skip
         accumulate = self.accumulator(self.weight_names)
         out = run_chain(

@@ -26,6 +26,7 @@ class LayerNormMLP(QuantizedModule):
         (torch.Size([4, 128]), torch.Size([1024, 128]))
     """
 
+    stage_names = ("", "fc2.")
     layer_norm_weight: torch.nn.Parameter
     layer_norm_bias: torch.nn.Parameter | None
     fc1_weight: torch.nn.Parameter
@@ -169,25 +170,28 @@ class LayerNormMLP(QuantizedModule):
         fc1_weight, fc2_weight = self.joined(self._fc1_names("weight")), local(self.fc2_weight)
         x = self.check_input(inp, self.hidden_size, fc1_weight)
         self.check_features(hidden_size=self.hidden_size, ffn_hidden_size=self.ffn_hidden_size)
-        norm = Norm(self.normalization, self.eps, self.zero_centered_gamma)
-        chain, scale = self.prepare(
-            [
-                Stage(
-                    norm,
-                    recompute=self.recompute,
-                    return_norm=self.return_layernorm_output,
-                    gather_norm=self.return_layernorm_output_gathered,
-                    output_parts=2 if gated(self.activation) else 1,
-                    strategy=self.strategy(0),
-                ),
-                Stage(activation=self.activation, recompute=self.recompute, strategy=self.strategy(1)),
-            ]
-        )
+        norm = (self.normalization, self.eps, self.zero_centered_gamma)
+        returns = (self.return_layernorm_output, self.return_layernorm_output_gathered)
+        strategies = (self.strategy(0), self.strategy(1))
+
+        def stages() -> list[Stage]:
+            first = Stage(
+                Norm(*norm),
+                recompute=self.recompute,
+                return_norm=self.return_layernorm_output,
+                gather_norm=self.return_layernorm_output_gathered,
+                output_parts=2 if gated(self.activation) else 1,
+                strategy=strategies[0],
+            )
+            return [first, Stage(activation=self.activation, recompute=self.recompute, strategy=strategies[1])]
+
+        key = (norm, returns, self.activation, self.recompute, strategies)
+        chain, scale = self.prepare(key, stages)
         fc1 = self.stage_tensors(
             chain, 0, fc1_weight, self._fc1_bias(), scale, is_first_microbatch,
-            self.parameter("layer_norm_weight", 0), self.parameter("layer_norm_bias", 0), x.dtype,
+            self.input_parameter("layer_norm_weight"), self.input_parameter("layer_norm_bias"), x.dtype,
         )  # fmt: skip
-        bias = self.parameter("fc2_bias", 1)
+        bias = self.output_parameter("fc2_bias", 1)
         fc2_bias = None if self.return_bias else bias
         fc2 = self.stage_tensors(chain, 1, fc2_weight, fc2_bias, scale, is_first_microbatch, dtype=x.dtype)
         accumulators = (

@@ -121,9 +121,12 @@ class Linear(QuantizedModule):
             )
         weight = self.joined(self.weight_names)
         x = self.check_input(inp, self.in_features, weight)
-        bias = self.row_bias() if self.use_bias else None
+        strategy = self.strategy()
+        bias = strategy.output_parameter(self.joined(self.bias_names)) if self.use_bias else None
         self.check_features(in_features=self.in_features, out_features=self.out_features)
-        chain, scale = self.prepare([Stage(recompute=self.recompute, strategy=self.strategy())])
+        chain, scale = self.prepare(
+            (self.recompute, strategy), lambda: [Stage(recompute=self.recompute, strategy=strategy)]
+        )
         tensors = self.stage_tensors(
             chain, 0, weight, None if self.return_bias else bias, scale, is_first_microbatch, dtype=x.dtype
         )
@@ -132,12 +135,6 @@ class Linear(QuantizedModule):
         y = run_chain(chain, rows, [tensors], self.state(scale), (accumulate,) if accumulate else None)
         y = y.reshape(self.output_shape(x.shape, self.out_features))
         return (y, bias) if self.return_bias else y
-
-    def row_bias(self) -> Tensor:
-        """The bias; of a row-parallel layer with spread tokens its gradient is summed over ranks."""
-        bias, strategy = self.joined(self.bias_names), self.strategy()
-        spread = strategy is not None and strategy.sequence_parallel and strategy.mode == "row"
-        return strategy.replicated(bias) if strategy is not None and spread else bias
 
     def extra_repr(self) -> str:
         """Shown when a model is printed."""

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ottava import torch_private
 from ottava.nn.options import OverlapOptions, ParallelOptions
-from ottava.nn.strategy import REPLICATED, Layout, Strategy, backend, local
+from ottava.nn.strategy import ALONE, REPLICATED, Layout, Strategy, backend, local
+from ottava.quant.delayed import Groups
 
 
 class ParallelModule(nn.Module):
@@ -20,7 +22,7 @@ class ParallelModule(nn.Module):
         """How tensor parallelism splits each parameter."""
         self.weight_mesh: Any = None
         """The ranks that one weight lies on and that share its scale (see `set_device_mesh`)."""
-        self._strategies: tuple[Strategy | None, ...] = (None,) * stages
+        self._strategies: tuple[Strategy, ...] = (ALONE,) * stages
 
     def describe(self, name: str) -> str:
         """How error messages call a parameter of this module."""
@@ -62,8 +64,21 @@ class ParallelModule(nn.Module):
             self.join_ranks()
         spread, bulk = self.parallel.sequence_parallel, self.overlap.bulk
         self._strategies = tuple(
-            None if mode is None else backend().strategy(mode, tp_group, spread, bulk) for mode in self.modes
+            ALONE if mode is None else backend().strategy(mode, tp_group, spread, bulk) for mode in self.modes
         )
+        self._share_statistics(None)
+
+    def _share_statistics(self, tp_mesh: Any) -> None:
+        """Delayed scaling learns which ranks run this module: those of the mesh that `tp_mesh` or `weight_mesh` is a dimension of, or, of
+        a tensor-parallel group alone, at least its."""
+        delayed, mesh = getattr(self, "delayed", None), tp_mesh if tp_mesh is not None else self.weight_mesh
+        if delayed is None:
+            return
+        if mesh is not None:
+            delayed.own_groups = Groups(torch_private.root_mesh(mesh).get_all_groups())
+        elif self.parallel.group is not None:
+            delayed.own_groups = Groups((self.parallel.group,))
+            delayed.own_groups.partial = True
 
     def set_device_mesh(self, tp_mesh: Any = None, weight_mesh: Any = None) -> None:
         """Spreads the parameters over meshes, before `fully_shard` or a checkpoint looks at them.
@@ -77,6 +92,7 @@ class ParallelModule(nn.Module):
         """
         self.weight_mesh = weight_mesh if weight_mesh is not None else self.weight_mesh
         if tp_mesh is None:
+            self._share_statistics(None)
             return
         group, size = backend().group_of(tp_mesh), tp_mesh.size()
         if self.parallel.sequence_parallel and size > 1 and not any(self.modes):
@@ -99,6 +115,7 @@ class ParallelModule(nn.Module):
             self.parallel.size = size
             self.divide_features(size)
         self.set_tensor_parallel_group(group)
+        self._share_statistics(tp_mesh)
 
     def join_ranks(self) -> None:
         """Weights that ranks have made for themselves become parts of one."""
@@ -106,40 +123,36 @@ class ParallelModule(nn.Module):
     def divide_features(self, size: int) -> None:
         """Adapts the sizes that the module checks its input against, after its parameters have been cut for `size` ranks."""
 
-    def strategy(self, index: int = 0) -> Strategy | None:
+    def strategy(self, index: int = 0) -> Strategy:
         """The strategy of stage `index`."""
         strategy = self._strategies[index]
-        if (
-            strategy is None
-            and self.parallel.size > 1
-            and self.modes[index] is not None
-            and self.parallel.group is None
-        ):
+        if strategy.size < self.parallel.size and self.modes[index] is not None and self.parallel.group is None:
             raise ValueError(
                 f"{type(self).__name__} was constructed with tp_size={self.parallel.size} but has no group to communicate over: call "
                 "set_tensor_parallel_group(group) or set_device_mesh(tp_mesh) first."
             )
         return strategy
 
-    def parameter(self, name: str, index: int | None = None) -> Tensor | None:
-        """What this rank multiplies with, or adds; None if there is no such parameter.
-
-        index: the stage whose spread tokens make this rank's gradient a part of the whole one: norms and biases of tokens.
-        """
+    def parameter(self, name: str) -> Tensor | None:
+        """What this rank multiplies with, or adds; None if there is no such parameter."""
         value = getattr(self, name)
-        if value is None:
-            return None
-        value = local(value)
-        strategy = None if index is None else self.strategy(index)
-        return strategy.replicated(value) if strategy is not None and strategy.sequence_parallel else value
+        return None if value is None else local(value)
+
+    def input_parameter(self, name: str, index: int = 0) -> Tensor | None:
+        """`parameter` that acts on the input of stage `index`, as a norm's does."""
+        value = self.parameter(name)
+        return None if value is None else self.strategy(index).input_parameter(value)
+
+    def output_parameter(self, name: str, index: int = 0) -> Tensor | None:
+        """`parameter` that acts on the output of stage `index`, as a bias does."""
+        value = self.parameter(name)
+        return None if value is None else self.strategy(index).output_parameter(value)
 
     def output_shape(self, shape: torch.Size, features: int, index: int = 0) -> tuple[int, ...]:
         """Shape of the output for an input of `shape`: sequence parallelism gathers or scatters the first dimension."""
-        strategy = self.strategy(index)
-        first, *rest = shape[:-1] if len(shape) > 1 else (1,)
-        if strategy is not None and strategy.sequence_parallel:
-            first = first * strategy.size if strategy.mode == "column" else first // strategy.size
-        return (first, *rest, features) if len(shape) > 1 else (features,)
+        if len(shape) == 1:
+            return (features,)
+        return (self.strategy(index).output_tokens(shape[0]), *shape[1:-1], features)
 
 
 def linear_layouts(mode: str | None) -> tuple[Layout, Layout]:

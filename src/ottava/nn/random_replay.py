@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -22,6 +22,18 @@ def replayed(tracker: Any) -> tuple[contextlib.AbstractContextManager, contextli
             tracker.set_states(now)
 
     return contextlib.nullcontext(), again()
+
+
+def drawing_own_masks(get_tracker: Callable[[], Any] | None, spread_tokens: bool) -> contextlib.AbstractContextManager:
+    """A context for dropout of hidden states: with `spread_tokens` every tensor-parallel rank draws masks of its own.
+
+    Without, ranks hold the same tokens, and the default stream, equal on all of them, gives each token one mask.
+
+        >>> with drawing_own_masks(self.get_rng_state_tracker, self.sequence_parallel):
+        ...     x = F.dropout(x, p)
+    """
+    tracker = own_stream(get_tracker(), spread_tokens=True) if get_tracker is not None and spread_tokens else None
+    return contextlib.nullcontext() if tracker is None else tracker.fork()
 
 
 def own_stream(tracker: Any, spread_tokens: bool) -> Any:

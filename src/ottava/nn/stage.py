@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from ottava.kernels.cast import Buffers
-from ottava.nn.strategy import Strategy
+from ottava.nn.operand import Operand
+from ottava.nn.strategy import ALONE, Strategy
+from ottava.quant.scheme import Scheme
 
 
 @dataclass(frozen=True)
@@ -22,14 +25,14 @@ class Norm:
 
 @dataclass(frozen=True)
 class Stage:
-    """Everything static about one stage. Schemes are strings (see `Scheme`); None: this stage is not quantized."""
+    """Everything static about one stage. Schemes are None where it is not quantized."""
 
     norm: Norm | None = None
     activation: str | None = None
-    input: str | None = None
-    weight: str | None = None
-    grad: str | None = None
-    fused_grad: str | None = None
+    input: Scheme | None = None
+    weight: Scheme | None = None
+    grad: Scheme | None = None
+    fused_grad: Scheme | None = None
     """Scheme of a gradient that comes straight from the next stage's activation backward (its rounding may differ)."""
     delayed: bool = False
     """Scales are given; amax is recorded."""
@@ -44,13 +47,17 @@ class Stage:
     """Equal matrices that lie side by side in the output, as gate and up do: for the order of dgrad's sum on a CPU."""
     gather_norm: bool = False
     """Return the norm's output of all ranks' tokens."""
-    strategy: Strategy | None = None
-    """How the GEMM is spread over tensor-parallel ranks. None: it is not."""
+    strategy: Strategy = ALONE
+    """How the GEMM is spread over ranks."""
 
 
 @dataclass(frozen=True)
 class Chain:
-    """The stages of one module, and where its delayed-scaling state records."""
+    """The stages of one module, and where its delayed-scaling state records.
+
+    [Note: groups] A chain may take its rows in several groups, each with weights and scales of its own, as a layer of experts does.
+    There is a stage for each group then, in order; `groups` of them run side by side, and their products are one grouped product.
+    """
 
     stages: tuple[Stage, ...]
     record: bool = False
@@ -59,6 +66,36 @@ class Chain:
     """Record amax of what an unquantized stage multiplies."""
     owner: int = 0
     """Id of the delayed-scaling state, for the update at the end of backward."""
+    groups: int = 1
+
+
+class DelayedTensors(NamedTuple):
+    """The delayed-scaling state of a module's stages (see `DelayedState`); Nones where nothing is delayed."""
+
+    fwd_scale: Tensor | None = None
+    fwd_history: Tensor | None = None
+    bwd_scale: Tensor | None = None
+    bwd_history: Tensor | None = None
+
+
+def input_column(stage: int) -> int:
+    """The column of the forward state that belongs to the input of stage number `stage`."""
+    return 3 * stage
+
+
+def weight_column(stage: int) -> int:
+    """The same of its weight."""
+    return 3 * stage + 1
+
+
+def grad_column(stage: int) -> int:
+    """The column of the backward state that belongs to the gradient of its output."""
+    return 2 * stage
+
+
+def column_of(scale: Tensor | None, column: int) -> Tensor | None:
+    """One scale [1] of the state's [n]."""
+    return None if scale is None else scale[column : column + 1]
 
 
 class StageTensors(NamedTuple):
@@ -77,26 +114,54 @@ class StageTensors(NamedTuple):
     col_amax: Tensor | None
 
 
-class Saved(NamedTuple):
-    """What one stage keeps for its backward."""
+class StageGradients(NamedTuple):
+    """What a backward pass returns for the tensors of one stage: the fields of `StageTensors`."""
 
-    source: Tensor | None
-    """The producer's input [M, K'], if backward needs it."""
-    mean: Tensor | None
-    rstd: Tensor | None
+    gamma: Tensor | None = None
+    beta: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    row: None = None
+    row_scale: None = None
+    row_amax: None = None
+    col: None = None
+    col_scale: None = None
+    col_amax: None = None
+
+
+class Source(NamedTuple):
+    """What a stage's operand is produced from: its input [M, K'] and the norm's gain, bias and statistics."""
+
+    h: Tensor
     gamma: Tensor | None
     beta: Tensor | None
+    mean: Tensor | None
+    rstd: Tensor | None
+
+
+class Saved(NamedTuple):
+    """What one stage keeps for its backward. The first five are those of its `Source`."""
+
+    h: Tensor | None
+    """The producer's input [M, K'], if backward needs it."""
+    gamma: Tensor | None
+    beta: Tensor | None
+    mean: Tensor | None
+    rstd: Tensor | None
     data: Tensor | None
     """The operand of wgrad: FP8 columnwise [K, M]; rowwise [M, K] for "dequantized"; or high precision [M, K]."""
-    scale: Tensor | None
+    scale_inv: Tensor | None
     amax: Tensor | None
-    w_data: Tensor | None
+    weight_data: Tensor | None
     """The operand of dgrad: FP8 columnwise [K, N]; rowwise for "dequantized"; or the weight itself [N, K]."""
-    w_scale: Tensor | None
-    w_amax: Tensor | None
+    weight_scale_inv: Tensor | None
+    weight_amax: Tensor | None
 
 
-PER_STAGE, PER_SAVED = len(StageTensors._fields), len(Saved._fields)
+def source_of(saved: Saved) -> Source:
+    """What the operand was produced from. Only if `h` was kept."""
+    assert saved.h is not None
+    return Source(saved.h, saved.gamma, saved.beta, saved.mean, saved.rstd)
 
 
 class Gradient(NamedTuple):
@@ -106,8 +171,30 @@ class Gradient(NamedTuple):
     quantized: Buffers | None = None
     column_sum: Tensor | None = None
     """Sum over rows, if the producing kernel was asked for it."""
+    gathered: bool = False
+    """Of all tokens, though the strategy would gather them."""
 
 
-def tensor_amax(scheme: str) -> bool:
-    """Whether a scale of the scheme depends on the amax of the whole tensor."""
-    return ":tensor" in scheme or scheme.startswith("e2m1")
+class Made(NamedTuple):
+    """One group's operand on its way into the forward GEMM, and what remains of it."""
+
+    operand: Operand
+    saved: Saved
+    norm_out: Tensor | None
+    """The norm's output in the activation dtype, if it was asked for."""
+    amax: Tensor | None
+    """Of the operand; None where it is not quantized."""
+
+
+Fields = TypeVar("Fields", bound=tuple)
+
+
+def pack(parts: Iterable[tuple]) -> list[Any]:
+    """The fields of all parts behind one another: what autograd takes, keeps and returns are plain tensors."""
+    return [value for part in parts for value in part]
+
+
+def unpack(kind: type[Fields], values: Sequence[Any], count: int) -> list[Fields]:
+    """The first `count` parts of what `pack` made."""
+    width = len(kind._fields)  # type: ignore[attr-defined]
+    return [kind(*values[i * width : (i + 1) * width]) for i in range(count)]

@@ -1,10 +1,14 @@
-"""How a GEMM is spread over tensor-parallel ranks, as an object that modules hold and `core` asks.
+"""How a GEMM is spread over ranks, as an object that modules hold and `core` asks.
 
     column   y[M, N/tp] = x[M, K] @ w[N/tp, K].T            backward: dx = sum over ranks of dy @ w
     row      y[M, N]    = sum over ranks of x[M, K/tp] @ w[N, K/tp].T
 
 With sequence parallelism the tensor that is whole above (x of a column, y of a row) has its tokens spread over the ranks too, as
 [M/tp, ...]: it is gathered where it is read and summed by a reduce-scatter where it is written.
+
+`core` knows none of this. It says what is multiplied, and the strategy does it: `fprop` and `dgrad` get the operands and a function
+that multiplies, and own what happens around it. A schedule that overlaps (a ring, a pipeline) overrides them and multiplies chunk
+by chunk; another kind of parallelism is another class under a name of its own (`Backend.strategies`).
 
 This file knows no process group. `ottava.distributed.tensor_parallel` has the strategies that communicate, and installs itself
 as the `Backend` that turns a group or a mesh into them.
@@ -19,59 +23,108 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ottava.nn.operand import Operand
 
-class Strategy(Protocol):
-    """What `core` asks of a tensor-parallel stage. A stage of one rank has None instead."""
+Operands = list[Operand]
+"""One for each group of rows that has a weight of its own; a `Linear` has one."""
+Multiply = Callable[[Operands], Tensor]
+"""Operands -> [M, ...], the groups' rows under one another. Parts of the operands' rows give parts of the result's."""
+MultiplyAdd = Callable[[Operands, list[Tensor]], Tensor]
+"""The same with a bias for each operand; an empty list: without."""
 
-    mode: str
-    """ "column" or "row"."""
-    sequence_parallel: bool
-    rank: int
-    size: int
+
+class Strategy:
+    """What `core` and the modules ask of a stage. This class is the strategy of one rank (`ALONE`); others override it."""
+
+    size: int = 1
+    """Ranks that the weight is spread over."""
+    rank: int = 0
+    spreads_tokens: bool = False
+    """Ranks hold different tokens of the tensors between layers (sequence parallelism)."""
+    shares_input_amax: bool = False
+    """Ranks quantize different parts of the stage's input, and so share its amax."""
+    shares_weight_amax: bool = False
+    shares_grad_amax: bool = False
+    """The same of the stage's weight, and of the gradient of its output."""
+    gathers_input: bool = False
+    """The tokens of the stage's input are spread over ranks and needed whole."""
+    gathers_grad: bool = False
+    """The same of the gradient of its output."""
 
     def share_amax(self, amax: Tensor) -> Tensor:
         """MAX over the ranks, of each element."""
-        ...
+        return amax
 
     def gather(self, x: Tensor, dim: int = 0) -> Tensor:
         """The ranks' tensors behind one another along `dim` (0 or 1): tokens [M/tp, ...] -> [M, ...]."""
-        ...
+        return x
 
-    def reduce(self, y: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Sum of y [M, N] over ranks, plus bias, in float32 and in order of rank; with sequence parallelism this rank's [M/tp, N]."""
-        ...
+    # ------------------------------------------------------------------------------------------------------- around GEMMs
 
-    def begin_gather(self, x: Tensor, dim: int = 0) -> Callable[[], Tensor]:
-        """`gather`, which may travel while something else is computed; the function returned waits for it."""
-        ...
+    def before_gemm(self, operand: Operand) -> Operand:
+        """The operand of all tokens that the stage's GEMM takes, from what this rank has."""
+        return operand
 
-    def begin_reduce(self, y: Tensor) -> Callable[[], Tensor]:
-        """`reduce`, likewise."""
-        ...
+    def after_gemm(self, out: Tensor, biases: list[Tensor], rows: list[int]) -> Tensor:
+        """The stage's output from this rank's product. biases, rows: of each group; no biases if they are added already."""
+        return out
+
+    def fprop(self, operands: Operands, multiply: MultiplyAdd, biases: list[Tensor]) -> Tensor:
+        """The stage's output: `before_gemm`, the product, `after_gemm`; or all of it in another order."""
+        return multiply(operands, biases)
+
+    def before_dgrad(self, grad: Operand) -> Operand:
+        """The gradient of all tokens, in one direction, from what this rank has of it."""
+        return grad
+
+    def dgrad(self, grads: Operands, multiply: Multiply) -> tuple[Callable[[], Tensor], Operands]:
+        """(what gives the gradient of the stage's input, the gradients of all tokens that were multiplied).
+
+        The input's gradient may travel until the function returned is called.
+        """
+        out = multiply(grads)
+        return lambda: out, grads
+
+    def before_wgrad(self, operands: Operands) -> Callable[[], Operands]:
+        """What gives the stage's input of all tokens; it may travel while something else is computed."""
+        return lambda: operands
+
+    # --------------------------------------------------------------------------------------------------------- parameters
+
+    def input_parameter(self, parameter: Tensor) -> Tensor:
+        """A parameter that acts on the stage's input (a norm's gain), equal on all ranks: where those have different tokens, its
+        gradient is their sum."""
+        return parameter
+
+    def output_parameter(self, parameter: Tensor) -> Tensor:
+        """A parameter that acts on the stage's output (a bias), likewise."""
+        return parameter
 
     def replicated(self, parameter: Tensor) -> Tensor:
         """`parameter`, equal on all ranks, whose gradient is the sum of the ranks' gradients."""
-        ...
+        return parameter
+
+    def output_tokens(self, tokens: int) -> int:
+        """Tokens that this rank has of the stage's output, for `tokens` of its input."""
+        return tokens
+
+    def __deepcopy__(self, memo: Any) -> Strategy:
+        return self  # a strategy has no state but handles of this process
 
 
-def spreads_input(strategy: Strategy | None) -> bool:
-    """Whether ranks quantize different parts of the stage's input, which therefore share its amax."""
-    return strategy is not None and (strategy.mode == "row" or strategy.sequence_parallel)
+class _Alone(Strategy):
+    """A stage of one rank."""
+
+    def __reduce__(self) -> str:
+        return "ALONE"
 
 
-def spreads_output(strategy: Strategy | None) -> bool:
-    """The same of the stage's output, and so of its gradient."""
-    return strategy is not None and (strategy.mode == "column" or strategy.sequence_parallel)
+ALONE = _Alone()
 
 
-def gathers_input(strategy: Strategy | None) -> bool:
-    """Whether the tokens of the stage's input are spread over ranks and needed whole."""
-    return strategy is not None and strategy.mode == "column" and strategy.sequence_parallel
-
-
-def gathers_gradient(strategy: Strategy | None) -> bool:
-    """Whether the tokens of the gradient of the stage's output are spread over ranks and needed whole."""
-    return strategy is not None and strategy.mode == "row" and strategy.sequence_parallel
+def add_by_group(out: Tensor, biases: list[Tensor], rows: list[int]) -> Tensor:
+    """out [M, N] plus each group's bias [N] on its rows, in float32 and rounded once."""
+    return torch.cat([(y.float() + b.float()).to(y.dtype) for y, b in zip(out.split(rows), biases, strict=True)])
 
 
 @dataclass(frozen=True)
@@ -102,8 +155,11 @@ REPLICATED = Layout()
 class Backend(Protocol):
     """Makes strategies, and spreads the parameters of a module over a mesh."""
 
-    def strategy(self, mode: str, group: Any, sequence_parallel: bool, bulk: bool = False) -> Strategy | None:
-        """None for a group of one rank. bulk: gathers and sums of backward travel under its products."""
+    strategies: dict[str, Callable[..., Strategy]]
+    """By the name that a module's `modes` give a stage. Another kind of parallelism enters its class here."""
+
+    def strategy(self, mode: str, group: Any, sequence_parallel: bool, bulk: bool = False) -> Strategy:
+        """`ALONE` for a group of one rank. bulk: gathers and sums of backward travel under its products."""
         ...
 
     def distribute(self, module: nn.Module, name: str, layout: Layout, mesh: Any, already_cut: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ from ottava.nn.layernorm import LayerNorm, RMSNorm
 from ottava.nn.layernorm_mlp import LayerNormMLP
 from ottava.nn.multi_head_attention import Freqs, MultiheadAttention, hand_down, head_channels, refuse_context_parallel
 from ottava.nn.options import check_norm
-from ottava.nn.random_replay import own_stream
+from ottava.nn.random_replay import drawing_own_masks
 
 
 class DropPath(torch.nn.Module):
@@ -338,9 +337,7 @@ class TransformerLayer(torch.nn.Module):
         if bias is not None:
             x = x + bias.to(x.dtype)
         if self.training and self.hidden_dropout > 0.0:
-            tracker = self.get_rng_state_tracker() if self.get_rng_state_tracker and self.sequence_parallel else None
-            tracker = None if tracker is None else own_stream(tracker, spread_tokens=True)
-            with contextlib.nullcontext() if tracker is None else tracker.fork():
+            with drawing_own_masks(self.get_rng_state_tracker, self.sequence_parallel):
                 x = F.dropout(x, p=self.hidden_dropout)
         return residual + (x if drop_path is None else drop_path(x))
 

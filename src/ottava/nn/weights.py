@@ -6,6 +6,7 @@ of plain tensors, each true to what it says about itself:
     NAME                        uint8 [M, K]; E2M1 [M, K/2], even columns in the low half
     NAME_scale_inv              float32 [1]; or one a block: [ceil(M/B), ceil(K/B)], [M, ceil(K/B)]; uint8 for MXFP8 and NVFP4
     NAME_amax                   float32 [1], where the scheme has one
+    NAME_format                 uint8 [24]: element format and block as text ("e4m3:128x128"), padded with zeros
     NAME_columnwise             uint8 [M, K], 1-D blocks only: the bytes that backward multiplies by, not transposed
     NAME_columnwise_scale_inv   one a block of these: [ceil(M/B), K]
 
@@ -26,14 +27,14 @@ from torch import Tensor, nn
 
 from ottava.nn.draw import is_dtensor
 from ottava.nn.strategy import REPLICATED, Layout, like_dtensor
-from ottava.quant.scheme import weight_scheme
+from ottava.quant.scheme import Scheme, weight_scheme
 from ottava.quant.state import CURRENT
 from ottava.quant.tensor import QuantizedTensor
 from ottava.quant.weight import Weight, join_parts, link_parts, upright
 from ottava.quant.weight_memory import COLUMNWISE, ROWWISE, Extent, Groups, WeightMemory, blocks_of
 
 InitMethod = Callable[[Tensor], Any]
-ENTRIES = ("scale_inv", "amax", "columnwise", "columnwise_scale_inv")
+ENTRIES = ("scale_inv", "amax", "format", "columnwise", "columnwise_scale_inv")
 
 
 def default_init(weight: Tensor) -> Tensor:
@@ -149,7 +150,7 @@ class WeightModule(nn.Module):
             return parameters[name]
         if parameters is not None:
             if name in self.__dict__.get("fused", ()):
-                return torch.cat([getattr(self, part) for part in self.fused[name]])
+                return _fused([parameters[part] for part in self.fused[name]])
             for weight in parameters:
                 if name.startswith(f"{weight}_") and name[len(weight) + 1 :] in ENTRIES:
                     entries = self._entries(weight) if isinstance(held(parameters[weight]), Weight) else {}
@@ -207,7 +208,7 @@ class WeightModule(nn.Module):
         self._quantize(values)
         if self.quantized_init is not None and self.quantized_init.preserve:
             for name, value in values.items():
-                held(getattr(self, name)).memory.preserved = value.detach().cpu().clone()
+                held(getattr(self, name)).memory.keep_first_values(value.detach().cpu().clone())
 
     def _quantize(self, values: Mapping[str, Tensor]) -> None:
         """Writes into stored weights, all at once."""
@@ -304,9 +305,8 @@ class WeightModule(nn.Module):
             state.update(_as_entries(prefix + name, state.get(prefix + name), weight))
         self._rename(state, prefix, stored, errors)
         for name, weight in stored.items():
-            if (
-                weight.memory.without_scales
-            ):  # torch has copied bytes into the parameter itself (`broadcast_from_rank0`)
+            # torch has copied bytes into the parameter itself (`broadcast_from_rank0`).
+            if weight.memory.without_scales:
                 state[prefix + name] = state_entries(name, getattr(self, name))[name]
         given = {name: _taken(state, prefix + name) for name in stored if _is_bytes(state.get(prefix + name))}
         before = {name: _copies(state_entries(name, getattr(self, name))) for name in stored if name not in given}
@@ -320,6 +320,7 @@ class WeightModule(nn.Module):
             state[prefix + name] = parameter
         if given and not errors:
             errors.extend(self._changed_scales(given | before))
+        self._dequantize_entries(state, prefix)
         super()._load_from_state_dict(state, prefix, local_metadata, strict, missing, unexpected, errors)
 
     def _changed_scales(self, wanted: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
@@ -342,19 +343,41 @@ class WeightModule(nn.Module):
     def _partners_of(self, name: str) -> list[str]:
         return next((names for names in self.gemm_weights if name in names), [name])
 
+    def _dequantize_entries(self, state: dict[str, Any], prefix: str) -> None:
+        """Bytes of weights that are not stored in FP8 here become values."""
+        for name, parameter in self._parameters.items():
+            key = prefix + name
+            if parameter is None or f"{key}_format" not in state or key not in state or is_dtensor(state[key]):
+                continue
+            entries = {name: state[key]} | {
+                f"{name}_{n}": state.pop(f"{key}_{n}") for n in ENTRIES if f"{key}_{n}" in state
+            }
+            if state[key].dtype == torch.uint8 and name not in self.stored_weights():
+                state[key] = _placed_like(parameter, dequantized_entries(name, entries, parameter.dtype))
+
     def _rename(self, state: dict[str, Any], prefix: str, stored: Mapping[str, Weight], errors: list[str]) -> None:
         """Entries under the name of a whole, where its parts are parameters, and the other way round ([Note: fused names])."""
         for whole, rows in self.fused.items():
             if prefix + whole in state and not any(prefix + part in state for part in rows):
-                for key, tensor in _as_entries(
-                    prefix + whole, state[prefix + whole], stored.get(next(iter(rows)))
-                ).items():
-                    state[key] = tensor
+                first = next(iter(rows))
+                state.update(_as_entries(prefix + whole, state[prefix + whole], stored.get(first)))
+                if first not in stored:
+                    _to_values(state, prefix + whole)
                 _split_entries(state, prefix, whole, rows, {part: getattr(self, part) for part in rows})
         for whole, rows in self.unsplit.items():
             wanted = self._parameters.get(whole) is not None and prefix + whole not in state
             if wanted and all(prefix + part in state for part in rows):
+                for part in rows if whole not in stored else ():
+                    _to_values(state, prefix + part)
                 errors.extend(_join_entries(state, prefix, whole, rows, getattr(self, whole)))
+
+
+def _fused(parts: list[Any]) -> Tensor:
+    """The parts under one another, with their gradients where all have one."""
+    whole = torch.cat(parts)
+    if all(part.grad is not None for part in parts):
+        whole.grad = torch.cat([part.grad for part in parts])
+    return whole
 
 
 def shard_groups_of(parameter: Any, tensor_groups: Groups) -> Groups:
@@ -391,10 +414,13 @@ def state_entries(name: str, parameter: Any) -> dict[str, Tensor]:
     scheme, (_, rows) = memory.scheme, memory.place.part
     columns, count = memory.place.matrix[1], memory.place.rows
     width = columns // scheme.elements_per_byte
-    entries = {name: _spread(parameter, memory.data[ROWWISE][:count], (rows, width))}
+    entries = {
+        name: _spread(parameter, memory.data[ROWWISE][:count], (rows, width)),
+        f"{name}_format": scheme.as_bytes(weight.device),
+    }
     if scheme.needs_tensor_amax:
         entries[f"{name}_amax"] = memory.group.amax
-    if scheme.block is None:
+    if scheme.per_tensor:
         entries[f"{name}_scale_inv"] = memory.group.scale_inv
         return entries
     entries[f"{name}_scale_inv"] = _scale_entry(parameter, memory, ROWWISE)
@@ -443,6 +469,10 @@ def load_entries(name: str, parameter: Any, loaded: Mapping[str, Tensor]) -> str
                 f"{key} is {source.dtype} of shape {tuple(source.shape)} in the state dict, but {target.dtype} of shape "
                 f"{tuple(target.shape)} here."
             )
+        if key.endswith("_format"):
+            if not torch.equal(target.cpu(), source.cpu()):
+                return f"{name} is stored as {weight_format(target)} here, but as {weight_format(source)} in the state dict."
+            continue
         mine, other = held(target), _own_part(target, source)
         if mine.shape != other.shape:
             return f"{key}: this rank holds {tuple(mine.shape)} of it, but the state dict gives {tuple(other.shape)}."
@@ -512,6 +542,7 @@ def _as_entries(key: str, value: Any, weight: Weight | None) -> dict[str, Tensor
         return {}
     scheme, parts = value.scheme, value._parts
     entries = {key: parts["rowwise_data"], f"{key}_scale_inv": parts["rowwise_scale_inv"]}
+    entries[f"{key}_format"] = scheme.as_bytes(value.device)
     if scheme.needs_tensor_amax and "rowwise_amax" in parts:
         entries[f"{key}_amax"] = parts["rowwise_amax"]
     if weight.memory.two_copies:
@@ -558,8 +589,31 @@ def _joined_entry(parts: list[Tensor], entry: str, memory: WeightMemory, rows: l
     return joined
 
 
+def _to_values(state: dict[str, Any], key: str) -> None:
+    """Entries of a stored weight become its values, for a parameter that is not stored in FP8."""
+    if _is_bytes(state.get(key)) and f"{key}_format" in state:
+        entries = {f"value{ending}": _full(tensor) for ending, tensor in _taken(state, key).items()}
+        state[key] = dequantized_entries("value", entries, torch.float32)
+
+
 def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def weight_format(entry: Tensor) -> str:
+    """The text of an entry NAME_format.
+
+    >>> weight_format(Scheme.parse("e4m3:128x128:pow2").as_bytes())
+    'e4m3:128x128'
+    """
+    return bytes(entry.cpu().tolist()).rstrip(b"\0").decode("ascii", "replace")
+
+
+def dequantized_entries(name: str, loaded: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """The values of a stored weight, whole, from its entries in a state dict."""
+    scheme = Scheme.parse(weight_format(loaded[f"{name}_format"]))
+    amax = loaded.get(f"{name}_amax", torch.empty(0))
+    return torch.ops.ottava.dequantize(loaded[name], loaded[f"{name}_scale_inv"], amax, str(scheme), dtype)
 
 
 def _split_entries(
@@ -585,7 +639,7 @@ def _split_entries(
 
 def _rows_of_entry(tensor: Tensor, entry: str, memory: WeightMemory, first: int, count: int) -> Tensor:
     """The entry of rows [first, first + count) of a whole matrix."""
-    if tensor.dim() == 1:
+    if entry == "format" or tensor.dim() == 1:
         return tensor
     if entry == "columnwise":
         return tensor[first : first + count]

@@ -93,7 +93,7 @@ def _adam(
     if not group["bias_correction"]:
         # After infinitely many steps both corrections are exactly 1.
         torch_private.add_to_all(steps, 1)
-        counted = [torch.full((), float("inf"), device=work[0].device)] * len(work)
+        counted = [torch.full((), float("inf"), dtype=torch.float32, device=work[0].device)] * len(work)
     adam(
         work,
         grads,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ottava.nn.strategy import like_dtensor
 from ottava.quant.tensor import QuantizedTensor
+from ottava.quant.weight import Weight
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -31,20 +32,15 @@ def initial_master(param: Any, local: Any, free: bool) -> Tensor:
     """float32 start of the master of `param` whose local tensor is `local`; free: forget a preserved initial value.
 
     The value that `quantized_model_init(preserve_high_precision_init_val=True)` kept is used while the weight still is its
-    quantization. After a checkpoint was loaded into the weight it no longer is, and the weight's own values count.
+    quantization. After something else was written into the weight it is gone, and the weight's own values count.
     """
     if not has_bytes_only(local):
         return local.detach().to(torch.float32, copy=True)
-    for holder in (local, param):
-        preserved = getattr(holder, "get_high_precision_init_val", lambda: None)()
-        if preserved is None:
-            continue
-        preserved = preserved.to(local.device)
-        usable = local.is_quantization_of(preserved)
+    if isinstance(local, Weight) and local.memory.preserved is not None:  # forgotten when something else is written
+        preserved = local.memory.preserved.to(local.device, torch.float32, copy=True)
         if free:
-            holder.clear_high_precision_init_val()
-        if usable:
-            return preserved.to(torch.float32, copy=True)
+            local.memory.forget_first_values()
+        return preserved
     values: Any = local.detach()
     return values.dequantize(torch.float32)
 

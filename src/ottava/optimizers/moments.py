@@ -64,7 +64,7 @@ class MomentFormat:
     def zeros(self, shape: torch.Size | tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor | None]:
         """(stored, scale_inv) of an all-zero moment."""
         stored = torch.zeros(shape, dtype=self.dtype, device=device)
-        return stored, torch.ones(1, device=device) if self.scaled else None
+        return stored, torch.ones(1, dtype=torch.float32, device=device) if self.scaled else None
 
     def decode(self, stored: Tensor, scale_inv: Tensor | None) -> Tensor:
         """float32 values."""

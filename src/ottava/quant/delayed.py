@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ottava import torch_private
+from ottava.notices import leads, warn_once
 from ottava.quant.scaling import delayed_scale, delayed_update, roll_history
 from ottava.quant.state import CURRENT
 from ottava.recipe import DelayedScaling
@@ -26,9 +27,21 @@ _BY_ID: weakref.WeakValueDictionary[int, DelayedState] = weakref.WeakValueDictio
 _PENDING: dict[int, list[DelayedState]] = defaultdict(list)  # backward pass -> states it has recorded into
 
 
-def uses_delayed_scaling(recipe: Any) -> bool:
-    """Whether scales come from a history that modules keep."""
-    return isinstance(recipe, DelayedScaling)
+class Groups(tuple):
+    """Process groups that a state is shared over. Handles of this process: a copy has the same ones, a pickle has none.
+
+    >>> copy.deepcopy(Groups((group,)))[0] is group, pickle.loads(pickle.dumps(Groups((group,))))
+    (True, ())
+    """
+
+    partial = False
+    """Whether ranks that run the module too may be missing: a tensor-parallel group alone does not know of data-parallel ranks."""
+
+    def __deepcopy__(self, memo: Any) -> Groups:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Groups, ()
 
 
 class ScalingView:
@@ -56,29 +69,35 @@ class DelayedState(nn.Module):
     bwd_scale: Tensor
     bwd_amax_history: Tensor
     previous_fwd_scale: Tensor
+    recorded: bool = False
+    """Whether a forward pass has recorded into it since the last update."""
+    own_groups = Groups()
+    """Ranks that run the module, as it was told itself: of `weight_mesh`, of the mesh of `tp_mesh`, or of a tensor-parallel group."""
 
     def __init__(self, stages: int, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.stages = stages
         forward, backward = FORWARD_COLUMNS * stages, BACKWARD_COLUMNS * stages
-        self.register_buffer("fwd_scale", torch.ones(forward, device=device))
-        self.register_buffer("fwd_amax_history", torch.zeros(HISTORY_ROWS, forward, device=device))
-        self.register_buffer("bwd_scale", torch.ones(backward, device=device))
-        self.register_buffer("bwd_amax_history", torch.zeros(HISTORY_ROWS, backward, device=device))
+        # float32 by name: who loads a model in bf16 has set torch's default dtype to that.
+        kind: dict[str, Any] = {"device": device, "dtype": torch.float32}
+        self.register_buffer("fwd_scale", torch.ones(forward, **kind))
+        self.register_buffer("fwd_amax_history", torch.zeros(HISTORY_ROWS, forward, **kind))
+        self.register_buffer("bwd_scale", torch.ones(backward, **kind))
+        self.register_buffer("bwd_amax_history", torch.zeros(HISTORY_ROWS, backward, **kind))
         # The scale that the last recorded forward used, for a recomputation that runs after the update.
-        self.register_buffer("previous_fwd_scale", torch.ones(forward, device=device), persistent=False)
+        self.register_buffer("previous_fwd_scale", torch.ones(forward, **kind), persistent=False)
         self.used = False
         self.recipe: DelayedScaling | None = None
         self.group: Any = None
         """What the last `autocast` was given as amax_reduction_group."""
         self.data_groups: tuple[Any, ...] = ()
-        """Where `autocast` was given no group: amax is reduced over these, one after the other; empty: over all ranks."""
+        """All ranks that run the module, as what wrapped the model knows them: amax is reduced over these, one after the other."""
         self.id = _next_id()
         _BY_ID[self.id] = self
 
     def __getstate__(self) -> dict[str, Any]:
         # Process groups are handles of this process. The next forward sets `group` again; who copies a model wraps it anew.
-        return {**self.__dict__, "group": None, "data_groups": ()}
+        return {**self.__dict__, "group": None, "data_groups": (), "recorded": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -100,6 +119,7 @@ class DelayedState(nn.Module):
 
     def forget_this_step(self) -> None:
         """Drops what the forward pass has recorded since the last update."""
+        self.recorded = False
         self.fwd_amax_history[0].zero_()
 
     def is_fresh(self) -> bool:
@@ -131,6 +151,7 @@ class DelayedState(nn.Module):
         self._fit(recipe.amax_history_len)
         self.recipe, self.group = recipe, group
         self.used = True
+        self.recorded = True
         if CURRENT.depth == 0 and not torch.compiler.is_compiling():  # a reentrant checkpoint: no `autocast` will exit
             torch_private.at_end_of_backward(lambda: update_forward([self]))
         else:
@@ -154,7 +175,7 @@ class DelayedState(nn.Module):
 
     def scale_of_first_forward(self) -> Tensor:
         """The forward scale that a recomputation must use: that of before the update, if there has been one since."""
-        return self.fwd_scale if any(s is self for s in CURRENT.touched) else self.previous_fwd_scale
+        return self.fwd_scale if self.recorded else self.previous_fwd_scale
 
     # ---------------------------------------------------------------------------------------------------- saving, loading
 
@@ -183,6 +204,8 @@ def _next_id() -> int:
 
 def update_forward(states: list[DelayedState]) -> None:
     """Reduces what the forward pass recorded and computes the next scales."""
+    for state in states:
+        state.recorded = False
     _update(_unique(states), forward=True)
 
 
@@ -216,14 +239,36 @@ def _reduce_amax(states: list[DelayedState], forward: bool) -> None:
         return
     by_groups: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
     for state in states:
-        groups = (state.data_groups or (None,)) if state.group is None else (state.group,)
-        by_groups[groups].append((state.fwd_amax_history if forward else state.bwd_amax_history)[0])
+        by_groups[_groups_of(state)].append((state.fwd_amax_history if forward else state.bwd_amax_history)[0])
     for groups, rows in by_groups.items():
         flat = torch.cat(rows)
         for group in groups:  # a MAX over rows and then over columns of a mesh is the MAX over the mesh
             torch.distributed.all_reduce(flat, op=torch.distributed.ReduceOp.MAX, group=group)
         for row, reduced in zip(rows, flat.split([r.numel() for r in rows]), strict=True):
             row.copy_(reduced)
+
+
+def _groups_of(state: DelayedState) -> tuple[Any, ...]:
+    """Who shares the state: as `autocast` says, as the wrapper says, as the module says; else, guessed, all ranks."""
+    if state.group is not None:
+        return (state.group,)
+    if state.data_groups:
+        return state.data_groups
+    ranks, own = torch.distributed.get_world_size(), state.own_groups
+    told = leads() and not torch.compiler.is_compiling()
+    if own:
+        if told and own.partial and own[0].size() < ranks:
+            warn_once(
+                f"ottava: DelayedScaling shares its statistics over the {own[0].size()} tensor-parallel ranks of a module alone: nothing "
+                f"says which others of the {ranks} ranks run it. Pass amax_reduction_group to autocast for the same scales on all of them."
+            )
+        return tuple(own)
+    if told and ranks > 1:
+        warn_once(
+            f"ottava: DelayedScaling shares its statistics over all {ranks} ranks, a guess: neither autocast (amax_reduction_group) nor "
+            "the modules say which ranks run them. Right for data parallelism; with pipeline stages or experts, pass amax_reduction_group."
+        )
+    return (torch.distributed.group.WORLD,)
 
 
 def _step(state: DelayedState, forward: bool) -> None:

@@ -25,12 +25,20 @@ class Element:
     dtype: torch.dtype | None
     """torch's dtype of the same bits; None for E2M1, of which two are packed in a byte."""
     bits: int
+    largest_code: int
+    """Code of `max`, without its sign."""
+
+    def magnitude_codes(self, data: torch.Tensor) -> torch.Tensor:
+        """The codes of the elements that `data` (uint8) holds, without their signs. In no particular order, for counting."""
+        if self.bits == 4:  # two in a byte
+            return torch.stack([data & 0xF, data >> 4]) & 0x7
+        return data & 0x7F
 
 
 ELEMENTS = {
-    "e4m3": Element("e4m3", 448.0, torch.float8_e4m3fn, 8),
-    "e5m2": Element("e5m2", 57344.0, torch.float8_e5m2, 8),
-    "e2m1": Element("e2m1", 6.0, None, 4),
+    "e4m3": Element("e4m3", 448.0, torch.float8_e4m3fn, 8, 0x7E),
+    "e5m2": Element("e5m2", 57344.0, torch.float8_e5m2, 8, 0x7B),
+    "e2m1": Element("e2m1", 6.0, None, 4, 0x7),
 }
 
 # Magnitudes of the eight non-negative E2M1 codes.

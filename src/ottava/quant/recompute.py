@@ -6,6 +6,7 @@ checkpointed call, so that several microbatches may be in flight; with torch's o
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import torch
@@ -16,8 +17,8 @@ from ottava.quant.delayed import DelayedState
 from ottava.quant.state import CURRENT
 
 
-class _Recompute:
-    """What the innermost `ottava.checkpoint` is doing."""
+class _Recompute(threading.local):
+    """What the innermost `ottava.checkpoint` of this thread is doing."""
 
     def __init__(self) -> None:
         self.stash: list[Tensor] | None = None

@@ -15,11 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ottava.quant.formats import ELEMENTS, Element
+from ottava.quant.formats import ELEMENTS, Element, e8m0_to_float
 from ottava.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -31,6 +31,14 @@ from ottava.recipe import (
 )
 
 ROLES = ("input", "weight", "grad")
+DIRECTIONS = ("rowwise", "columnwise")
+
+
+class GatherDims(NamedTuple):
+    """The dimension along which the tokens of one direction lie: in its bytes, and in its scales (None: one scale for all)."""
+
+    data: int
+    scale: int | None
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,11 @@ class Scheme:
         return "mx" if self.block[1] == 32 else "block"
 
     @property
+    def tensor_class(self) -> str:
+        """What TransformerEngine calls the class of a tensor that is quantized so."""
+        return _TENSOR_CLASSES[self.kind]
+
+    @property
     def transposable(self) -> bool:
         """The columnwise copy is the transpose of the rowwise one: square blocks and whole tensors."""
         return self.block is None or (self.block[0] == self.block[1] and not self.hadamard)
@@ -105,6 +118,39 @@ class Scheme:
         """float32, or uint8 for E8M0 (MX) and E4M3 (NVFP4) block scales."""
         return torch.uint8 if self.kind in ("mx", "nvfp4") else torch.float32
 
+    def scales_as_float(self, scale_inv: torch.Tensor) -> torch.Tensor:
+        """Block or tensor scales as float32, whatever they are stored as."""
+        if self.kind == "mx":
+            return e8m0_to_float(scale_inv)
+        return scale_inv.view(torch.float8_e4m3fn).float() if self.kind == "nvfp4" else scale_inv.float()
+
+    @property
+    def rounded(self) -> Scheme:
+        """This scheme for values that were rounded to the activation dtype first: how a stored or printed tensor is called."""
+        if not self.from_float32:
+            return self
+        # Written out: dynamo of torch 2.11 cannot trace `dataclasses.replace` of a frozen dataclass.
+        return Scheme(self.format, self.block, self.power_of_two, self.epsilon, self.hadamard, self.stochastic)
+
+    def same_layout(self, other: Scheme) -> bool:
+        """Whether tensors of both schemes have the same element format and blocks, so that a GEMM takes either."""
+        return self.format == other.format and self.block == other.block
+
+    def fills_blocks(self, tokens: int) -> bool:
+        """Whether columnwise blocks end where `tokens` rows do. Else a block needs rows that another rank may hold."""
+        return self.block is None or tokens % self.block[1] == 0
+
+    def gather_dims(self, direction: str) -> GatherDims:
+        """Along which dimension parts of a tensor that hold different tokens are put behind one another.
+
+        >>> Scheme.parse("e4m3:1x128").gather_dims("columnwise")
+        GatherDims(data=1, scale=1)
+        """
+        if direction not in DIRECTIONS:
+            raise ValueError(f"direction must be one of {DIRECTIONS}, got {direction!r}.")
+        dim = 0 if direction == "rowwise" else 1
+        return GatherDims(dim, None if self.block is None else dim)
+
     def scale_shape(self, rows: int, columns: int) -> tuple[int, ...]:
         """Shape of the rowwise scales of a matrix [rows, columns]; of the columnwise ones with the sizes exchanged.
 
@@ -115,13 +161,29 @@ class Scheme:
             return (1,)
         return -(-rows // self.block[0]), -(-columns // self.block[1])
 
+    def __hash__(self) -> int:
+        return hash((self.format, self.block))  # two fields tell schemes apart well enough, and `str` hashes often
+
     def __str__(self) -> str:
+        if torch.compiler.is_compiling():
+            return self._spell()
+        text = _TEXTS.get(self)  # ops carry the string: modules spell each scheme several times in a forward pass
+        if text is None:
+            text = _TEXTS[self] = self._spell()
+        return text
+
+    def _spell(self) -> str:
         parts = [self.format, "tensor" if self.block is None else f"{self.block[0]}x{self.block[1]}"]
         parts += ["pow2"] * self.power_of_two
         if self.epsilon != 0.0:  # not `[...] * condition`: torch.compile(dynamic=True) cannot print a symbolic 0.0
             parts.append(f"eps={self.epsilon!r}")
         parts += ["rht"] * self.hadamard + ["stochastic"] * self.stochastic + ["f32"] * self.from_float32
         return ":".join(parts)
+
+    def as_bytes(self, device: Any = None) -> torch.Tensor:
+        """What the bytes of a stored tensor mean (element format and block), as text in a tensor: uint8 [24]."""
+        text = str(Scheme(self.format, self.block)).encode().ljust(24, b"\0")
+        return torch.tensor(list(text), dtype=torch.uint8, device=device)
 
     @staticmethod
     def parse(text: str) -> Scheme:
@@ -137,6 +199,15 @@ class Scheme:
             if isinstance(recipe, kind):
                 return make(recipe, role)
         raise ValueError(f"Unknown recipe {type(recipe).__name__}; known: {', '.join(k.__name__ for k in _MAKERS)}.")
+
+
+_TEXTS: dict[Scheme, str] = {}
+_TENSOR_CLASSES = {
+    "tensor": "Float8Tensor",
+    "block": "Float8BlockwiseQTensor",
+    "mx": "MXFP8Tensor",
+    "nvfp4": "NVFP4Tensor",
+}
 
 
 def weight_scheme(recipe: Recipe) -> Scheme:

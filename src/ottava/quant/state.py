@@ -1,10 +1,13 @@
 """What is switched on now: `autocast` and `quantized_model_init`.
 
-Plain objects in one module-level holder, because torch.compile can trace them; backward passes do not read it.
+Plain objects in one holder, whose attributes every thread has for itself: as with `torch.autocast`, a `with` block holds for the
+thread that entered it. `threading.local` rather than `contextvars`, which torch.compile cannot trace. Backward passes, which run in
+threads of autograd for CUDA, do not read it; what they recompute brings its own (`Module._context`, `distributed.recompute`).
 """
 
 from __future__ import annotations
 
+import threading
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +17,7 @@ if TYPE_CHECKING:
     from ottava.quant.delayed import DelayedState
 
 
-class _Current:
+class _Current(threading.local):
     """The innermost `autocast` and `quantized_model_init`, and what the outermost `autocast` has to update when it ends."""
 
     def __init__(self) -> None:
@@ -35,7 +38,7 @@ def default_recipe() -> Recipe:
 
 
 class autocast:
-    """Runs Ottava modules in FP8 inside a `with` block.
+    """Runs Ottava modules in FP8 inside a `with` block, in the thread that has entered it.
 
     recipe: how (default `DelayedScaling()`); enabled=False: high precision, also inside an enabled block;
     calibrating=True with enabled=False: high precision, but delayed-scaling statistics are collected;

@@ -12,7 +12,7 @@ detaching, cloning, flattening for torch.compile, slicing, printing) is written 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -175,13 +175,6 @@ class QuantizedTensor(torch.Tensor):
             if name in self._parts:
                 self._parts[name].copy_(tensor)
         return self
-
-    def is_quantization_of(self, value: Tensor) -> bool:
-        """Whether quantizing `value` gives these bytes and scales."""
-        fresh = self.detach().clone().requantize_(value)  # type: ignore[attr-defined]
-        return all(
-            torch.equal(fresh._parts[name], tensor) for name, tensor in self._parts.items() if "amax" not in name
-        )
 
     def __setitem__(self, index: Any, value: Any) -> None:
         raise ValueError(

@@ -35,10 +35,12 @@ from ottava.quant.weight_gather import UNQUANTIZED, GatherState, fill, fill_rows
 from ottava.quant.weight_memory import (
     COLUMNWISE,
     ROWWISE,
+    TENSOR_NAMES,
     Extent,
     Place,
     ScaleGroup,
     WeightMemory,
+    in_gemm_layout,
     joined_scale_inv,
     renew,
 )
@@ -117,7 +119,7 @@ class Weight(QuantizedTensor):
         memory.gathers_both = (
             True  # who calls `fully_shard` does not say whether weights are freed between forward and backward
         )
-        return cls(memory, State.WHOLE, tuple(shape), dtype, device)
+        return cls(memory, State.WHOLE, tuple(shape), dtype, memory.data[ROWWISE].device)
 
     @classmethod
     def mastered(cls, name: str, master: Tensor) -> Weight:
@@ -234,20 +236,25 @@ class Weight(QuantizedTensor):
         self.requantize_together_([self], [source])
         return self
 
-    def is_quantization_of(self, value: Tensor) -> bool:
-        """Whether these are the bytes of `value`, the preserved one: it is forgotten when something else is written."""
-        return self.memory.preserved is not None
-
-    def get_high_precision_init_val(self) -> Tensor | None:
-        """The values before they were quantized, if `quantized_model_init` was asked to preserve them."""
-        return self.memory.preserved
-
-    def clear_high_precision_init_val(self) -> None:
-        """Frees what `get_high_precision_init_val` returns."""
-        self.memory.preserved = None
+    def __getattr__(self, name: str) -> Any:
+        memory = self.__dict__["_cell"].memory if "_cell" in self.__dict__ else None
+        if memory is not None and name in _OF_MEMORY and self.master is None:
+            return _OF_MEMORY[name](memory)
+        # TransformerEngine's names, which a parameter has if its first values were preserved.
+        if memory is not None and memory.preserves and name == "get_high_precision_init_val":
+            return lambda: memory.preserved
+        if memory is not None and memory.preserves and name == "clear_high_precision_init_val":
+            return memory.forget_first_values
+        return super().__getattr__(name)
 
     def _drop(self, names: tuple[str, ...], needed: str) -> QuantizedTensor:
-        raise ValueError("A parameter keeps the copies that forward and backward multiply by: they cannot be dropped.")
+        if self.state is not State.WHOLE or needed != "rowwise_data":
+            raise ValueError(
+                "A parameter keeps the copies that forward and backward multiply by; only the columnwise copy of a whole weight can be "
+                "dropped, where there will be no backward."
+            )
+        self.memory.drop_columnwise()
+        return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ValueError(
@@ -303,14 +310,20 @@ class Weight(QuantizedTensor):
     def __tensor_flatten__(self) -> tuple[list[str], tuple]:
         if self.master is not None:
             return ["master"], (self._cell, self.state)
-        return [f"_part_{n}" for n in self._parts], (str(self.scheme), self.dtype, self.requires_grad)
+        memory = self.memory
+        names = [name for name, get in _OF_MEMORY.items() if get(memory) is not None]
+        group = memory.group
+        return names, (memory.name, memory.place, str(self.scheme), group.needs_columnwise, self.state, self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], meta: tuple, outer_size: Any, outer_stride: Any) -> Tensor:  # type: ignore[override]
         if "master" in inner:
             cell, state = meta
             return Weight(cell, state, outer_size, inner["master"].dtype, master=inner["master"])
-        return QuantizedTensor.__tensor_unflatten__(inner, meta, outer_size, outer_stride)
+        name, place, scheme, needs_columnwise, state, dtype = meta
+        memory = WeightMemory(name, place, ScaleGroup(Scheme.parse(scheme), needs_columnwise))
+        memory.set_tensors(inner)
+        return Weight(memory, state, outer_size, dtype, inner["rowwise_bytes"].device)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # type: ignore[override]
@@ -324,6 +337,14 @@ class Weight(QuantizedTensor):
             return _write(func, args, kwargs)
         args, kwargs = torch_private.map_instances(QuantizedTensor, lambda q: q._values(), (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _named_tensor(name: str) -> Callable[[WeightMemory], Tensor | None]:
+    return lambda memory: memory.named_tensors().get(name)
+
+
+_OF_MEMORY = {name: _named_tensor(name) for name in TENSOR_NAMES}
+"""What a stored weight is made of, for torch.compile: attribute -> how to get it."""
 
 
 def join_parts(weights: Sequence[Weight], column: int | None = None, delayed: Any = None) -> None:
@@ -377,8 +398,9 @@ def _quantize_whole(memory: WeightMemory, values: Tensor) -> None:
     columnwise = memory.group.needs_columnwise
     buffers = torch.ops.ottava.quantize(values, str(memory.scheme), None, None, True, columnwise)
     q = QuantizedTensor.from_buffers(buffers, memory.scheme, values.shape, values.dtype, True, columnwise)
-    _take_buffers(memory, q._parts)
-    memory.group.operands = (_versions(memory.group), q._parts)
+    parts = {name: tensor for name, tensor in q._parts.items() if tensor.numel() or name.endswith("_data")}
+    _take_buffers(memory, parts)
+    memory.group.operands = (_versions(memory.group), parts)
 
 
 def _take_buffers(memory: WeightMemory, parts: dict[str, Tensor]) -> None:
@@ -467,17 +489,10 @@ def _joined_scales(group: ScaleGroup, directions: Sequence[str]) -> dict[str, Te
         source = direction if scheme.two_copies else ROWWISE
         scale = joined_scale_inv(group.parts, source)
         scale = scale if direction == ROWWISE or scale.dim() == 1 else scale.t()
-        found[f"{direction}_scale_inv"] = _rows_fastest(scale, scheme)
+        found[f"{direction}_scale_inv"] = in_gemm_layout(scale, scheme)
         if scheme.needs_tensor_amax and (direction == ROWWISE or scheme.block is not None):
             found[f"{direction}_amax"] = group.amax
     return found
-
-
-def _rows_fastest(scale: Tensor, scheme: Scheme) -> Tensor:
-    """float32 scales of 1-D blocks lie with the row index fastest, as the block GEMM reads them; others are contiguous."""
-    if scale.dim() == 2 and scheme.two_copies and scale.dtype == torch.float32:
-        return scale.t().contiguous().t()
-    return scale.contiguous()
 
 
 # --------------------------------------------------------------------------------------------- several parameters as one matrix

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ottava import torch_private
-from ottava.quant.weight_memory import COLUMNWISE, ROWWISE, Extent, WeightMemory
+from ottava.quant.weight_memory import COLUMNWISE, ROWWISE, Extent, WeightMemory, in_gemm_layout
 
 BOTH, UNQUANTIZED = "both", "unquantized"
 
@@ -209,13 +209,15 @@ def _transpose_into(target: Tensor, source: Tensor, scheme: Any) -> None:
 def _fill_scales(memory: WeightMemory, parts: dict[str, Tensor], outputs: Sequence[Tensor], direction: str) -> None:
     """Scales that travelled are unpacked; those that every rank has are cut to the unit."""
     box = memory.place.box(Extent.UNIT)
-    travelled = outputs[-1].view(memory.place.world, -1) if len(outputs) > (2 if direction == BOTH else 1) else None
+    ranks = outputs[0].shape[0] // max(memory.place.padded, 1)  # also those that have no rows
+    travelled = outputs[-1].view(ranks, -1) if len(outputs) > (2 if direction == BOTH else 1) else None
     at = 0
     for each in memory.directions:
         name = f"{each}_scale_inv"
         if memory.scheme.block is None or memory.extent(each) is not Extent.OWN:
             scale = memory.scale_inv(each, box)
-            parts[name] = scale if each == ROWWISE or scale.dim() == 1 else scale.t()
+            scale = scale if each == ROWWISE or scale.dim() == 1 else scale.t()
+            parts[name] = in_gemm_layout(scale, memory.scheme)
         elif direction in (each, BOTH):
             assert travelled is not None
             down, across = _slots(memory, each)

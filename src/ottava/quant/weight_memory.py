@@ -21,7 +21,7 @@ import enum
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +34,11 @@ from ottava.quant.scaling import scale_from_amax
 from ottava.quant.scheme import Scheme
 
 ROWWISE, COLUMNWISE = "rowwise", "columnwise"
+TENSOR_NAMES = (
+    *(f"{direction}_{kind}" for direction in (ROWWISE, COLUMNWISE) for kind in ("bytes", "scales", "grid")),
+    "tensor_amax",
+    "tensor_scale_inv",
+)
 Block = tuple[int, int]
 Box = tuple[int, int, int, int]
 """(top, left, rows, columns)"""
@@ -255,6 +260,7 @@ class WeightMemory:
         self.data: dict[str, Tensor] = {}
         """By direction, uint8 [padded, columns] (E2M1: [padded, columns/2]); columnwise bytes (1-D blocks only) are not transposed."""
         self._scales: dict[str, Tensor] = {}
+        self.preserves = False
         self.preserved: Tensor | None = None
         """The rows before they were first quantized, where `quantized_model_init(preserve_high_precision_init_val=True)` kept them."""
         self.tensor_groups: Groups = ()
@@ -336,6 +342,13 @@ class WeightMemory:
         """Tells with whom FSDP shares the unit."""
         self.shard_groups, self.device_type = shard_groups, device_type
 
+    def place_on(self, mesh: Any, placements: Sequence[Any]) -> None:
+        """What was taken for a whole parameter is this rank's box of a DTensor on a tensor-parallel mesh."""
+        for i, placement in enumerate(placements):
+            if mesh.size(i) > 1 and not placement.is_replicate():
+                self.place = self.place.enlarged(placement.dim, mesh.get_local_rank(i), mesh.size(i))
+                self.tensor_groups += (mesh.get_group(i),)
+
     def check_bound(self) -> None:
         """Raises if it is not known which ranks have to reduce their amax."""
         if self.place.world > 1 and not self.shard_groups:
@@ -374,6 +387,23 @@ class WeightMemory:
         shared = [t for t in (self.group.amax, self.group.scale_inv) if t.numel()]
         return [*self.data.values(), *self._scales.values(), *self.group.grids.values(), *shared]
 
+    def named_tensors(self) -> dict[str, Tensor]:
+        """All that it holds, by `TENSOR_NAMES`."""
+        found = {f"{direction}_bytes": t for direction, t in self.data.items()}
+        found |= {f"{direction}_scales": t for direction, t in self._scales.items()}
+        found |= {f"{direction}_grid": t for direction, t in self.group.grids.items()}
+        found |= {"tensor_amax": self.group.amax, "tensor_scale_inv": self.group.scale_inv}
+        return {name: t for name, t in found.items() if t.numel()}
+
+    def set_tensors(self, named: Mapping[str, Tensor]) -> None:
+        """The inverse of `named_tensors`."""
+        for direction in (ROWWISE, COLUMNWISE):
+            for kind, target in (("bytes", self.data), ("scales", self._scales), ("grid", self.group.grids)):
+                if f"{direction}_{kind}" in named:
+                    target[direction] = named[f"{direction}_{kind}"]
+        self.group.amax = named.get("tensor_amax", self.group.amax)
+        self.group.scale_inv = named.get("tensor_scale_inv", self.group.scale_inv)
+
     def map(self, function: Callable[[Tensor], Tensor]) -> WeightMemory:
         """The same weight in other memory, alone in its group: the module that holds the parts joins them again."""
         other = WeightMemory(self.name, self.place, self.group.map(function))
@@ -383,7 +413,8 @@ class WeightMemory:
         return other
 
     def _hand_over(self, other: WeightMemory) -> None:
-        other.preserved, other.weight_group, other.device_type = self.preserved, self.weight_group, self.device_type
+        other.preserves, other.preserved = self.preserves, self.preserved
+        other.weight_group, other.device_type = self.weight_group, self.device_type
         other.tensor_groups, other.shard_groups = self.tensor_groups, self.shard_groups
         other.gather_dtype, other.gathers_both = self.gather_dtype, self.gathers_both
 
@@ -412,6 +443,23 @@ class WeightMemory:
         """Rowwise bytes of the rows that are held, whose scales are still to come."""
         self.data[ROWWISE][: self.place.rows].copy_(data)
         self.preserved, self.without_scales = None, True
+
+    def keep_first_values(self, values: Tensor | None) -> None:
+        """Keeps what was quantized first, on the CPU."""
+        self.preserves, self.preserved = True, values
+
+    def forget_first_values(self) -> None:
+        """Frees what `preserved` holds."""
+        self.preserved = None
+
+    def drop_columnwise(self) -> None:
+        """Frees the columnwise copies of the matrix, which only a backward pass needs."""
+        self.group.needs_columnwise = False
+        for part in self.group.parts:
+            part.data.pop(COLUMNWISE, None)
+            part._scales.pop(COLUMNWISE, None)
+        self.group.grids.pop(COLUMNWISE, None)
+        self.group.operands = None
 
     def forget_bytes(self) -> None:
         """Another scheme: what was made before means nothing now."""
@@ -505,6 +553,7 @@ class WeightMemory:
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """The rows that are held [rows, columns], dequantized."""
+        self.check_scales()
         parts = self.held_parts(self.place.rows)
         amax = parts.get("rowwise_amax", self.group.amax)
         operand = parts["rowwise_data"], parts["rowwise_scale_inv"], amax
@@ -534,6 +583,13 @@ def joined_scale_inv(parts: Sequence[WeightMemory], direction: str) -> Tensor:
     step = grid_step(block, boxes)
     scales = [part.scale_inv(direction, box, step) for part, box in zip(parts, boxes)]
     return scales[0] if len(scales) == 1 else torch.cat(scales)
+
+
+def in_gemm_layout(scale: Tensor, scheme: Scheme) -> Tensor:
+    """float32 scales of 1-D blocks lie with the row index fastest, as the block GEMM reads them; others are contiguous."""
+    if scale.dim() == 2 and scheme.two_copies and scale.dtype == torch.float32:
+        return scale.t().contiguous().t()
+    return scale.contiguous()
 
 
 # ---------------------------------------------------------------------------------------------------------- values -> bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ottava.nn.base import feature_multiple
+from ottava.quant.quantization import Quantization
 
 if TYPE_CHECKING:
     from ottava.train.config import Config
@@ -158,7 +158,7 @@ def _check_quantization(config: Config) -> None:
         f"train.compile cannot trace weights that FSDP2 gathers as FP8 ({precision.recipe}): use parallel.strategy 'ddp' or 'fsdp1', "
         "precision.recipe 'none', or leave train.compile off.",
     )
-    multiple = feature_multiple(recipe)
+    multiple = Quantization.of(recipe).feature_multiple
     for name in ("hidden_size", "ffn_hidden_size"):
         width = getattr(model, name)
         for what, part in (

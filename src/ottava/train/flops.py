@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 
 from ottava.models import FlopsPerToken
-from ottava.recipe import NVFP4BlockScaling, Recipe
+from ottava.quant.quantization import Quantization
+from ottava.recipe import Recipe
 
 # Vendors' figures for dense products in TFLOP/s, first match wins. Names as torch.cuda.get_device_name gives them.
 PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
@@ -62,9 +63,7 @@ def device_peak(name: str) -> Peak | None:
 
 def quantized_precision(recipe: Recipe | None) -> str | None:
     """The precision in which a recipe's products run on a device that has it."""
-    if recipe is None:
-        return None
-    return "fp4" if isinstance(recipe, NVFP4BlockScaling) else "fp8"
+    return None if recipe is None else Quantization.of(recipe).precision
 
 
 @dataclass(frozen=True)

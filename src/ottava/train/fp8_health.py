@@ -24,9 +24,8 @@ from torch import Tensor, nn
 
 from ottava.checkpoint.placement import modules_of
 from ottava.nn.base import QuantizedModule
-from ottava.nn.watch import Operand, watching
-from ottava.quant.formats import ELEMENTS, e8m0_to_float
-from ottava.quant.scheme import Scheme
+from ottava.nn.operand import Operand
+from ottava.nn.product import watching
 from ottava.train.config import Config
 from ottava.train.model import SpreadModel
 from ottava.train.report import HEALTH_FILE
@@ -34,35 +33,40 @@ from ottava.train.world import World
 
 SAMPLE = 2**20
 """Values (bytes) that are counted of an operand, more or less."""
-LARGEST = {"e4m3": 0x7E, "e5m2": 0x7B, "e2m1": 0x7}
-"""Code of the largest magnitude."""
-STAGES = {1: ("",), 2: ("fc1.", "fc2.")}
-"""What the products of a module are called, by their number."""
 
 
 def figures(operand: Operand) -> Tensor:
-    """(amax, scale, underflow, saturated), float32 [4] on the device."""
-    scheme = Scheme.parse(operand.scheme)
-    codes = operand.data.view(torch.uint8)
-    codes = codes[:: max(codes.numel() // SAMPLE, 1)]
-    if scheme.format == "e2m1":  # two in a byte
-        codes = torch.stack([codes & 0xF, codes >> 4])
-        magnitude = codes & 0x7
-    else:
-        magnitude = codes & 0x7F
+    """(amax, scale, underflow, saturated) of a quantized operand, float32 [4] on the device."""
+    scheme = operand.scheme
+    assert scheme is not None and operand.scale_inv is not None and operand.amax is not None
+    element, codes = scheme.element, operand.data.view(torch.uint8)
+    magnitude = element.magnitude_codes(codes[:: max(codes.numel() // SAMPLE, 1)])
     size = max(magnitude.numel(), 1)
-    inverse = _as_float(operand.scale_inv, scheme).amax()
-    amax = operand.amax.amax() if operand.amax.numel() else inverse * ELEMENTS[scheme.format].max
-    zero, top = (magnitude == 0).sum() / size, (magnitude == LARGEST[scheme.format]).sum() / size
+    inverse = scheme.scales_as_float(operand.scale_inv).amax()
+    amax = operand.amax.amax() if operand.amax.numel() else inverse * element.max
+    zero, top = (magnitude == 0).sum() / size, (magnitude == element.largest_code).sum() / size
     return torch.stack([amax.float(), 1.0 / inverse, zero, top])
 
 
-def _as_float(scale_inv: Tensor, scheme: Scheme) -> Tensor:
-    if scheme.kind == "mx":
-        return e8m0_to_float(scale_inv)
-    if scheme.kind == "nvfp4":
-        return scale_inv.view(torch.float8_e4m3fn).float()
-    return scale_inv.float()
+class _Passing:
+    """One module on its way forward or back: which of its products comes next."""
+
+    def __init__(self, name: str, module: QuantizedModule) -> None:
+        self._names = [f"{name}.{stage}" for stage in module.stage_names]
+        self._groups = module.groups
+        self._made = 0
+
+    def next_forward(self) -> str:
+        """The name of the stage that multiplies."""
+        self._made += 1
+        return self._names[self._made - 1]
+
+    def next_backward(self) -> str | None:
+        """The same; None for the second of the two products that a gradient is in, rowwise and columnwise."""
+        turn, group = divmod(self._made, self._groups)
+        self._made += 1
+        steps = len(self._names) // self._groups
+        return None if turn % 2 else self._names[(steps - 1 - turn // 2) * self._groups + group]
 
 
 class Fp8Health:
@@ -80,8 +84,8 @@ class Fp8Health:
         self._model = model.module
         self._path = config.run_folder / HEALTH_FILE
         self._figures: dict[str, Tensor] = {}
-        self._forward: tuple[str, int] | None = None  # (module, products it has made) of the forward pass that runs now
-        self._backward: tuple[str, int, int] | None = None  # (module, its stages, products it has made)
+        self._forward: _Passing | None = None  # the module whose forward pass runs now
+        self._backward: _Passing | None = None
 
     @contextmanager
     def looking(self, step: int) -> Iterator[None]:
@@ -99,10 +103,8 @@ class Fp8Health:
         self._write(step + 1)
 
     def _hooks(self, name: str, module: QuantizedModule) -> list[Any]:
-        stages = len(module._strategies)
-
         def begin(*_: Any) -> None:
-            self._forward = (name, 0)
+            self._forward = _Passing(name, module)
 
         def end(_: Any, __: Any, output: Any) -> None:
             self._forward = None
@@ -111,24 +113,19 @@ class Fp8Health:
                 first.register_hook(going_back)
 
         def going_back(_: Tensor) -> None:
-            self._backward = (name, stages, 0)
+            self._backward = _Passing(name, module)
 
         return [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
 
     def _look(self, a: Operand, b: Operand) -> None:
         if self._forward is not None:
-            name, made = self._forward
-            self._forward = (name, made + 1)
-            stage = STAGES[1][0] if made == 0 else STAGES[2][1]
-            self._note(f"{name}.{stage}input", a)
-            self._note(f"{name}.{stage}weight", b)
+            stage = self._forward.next_forward()
+            self._note(f"{stage}input", a)
+            self._note(f"{stage}weight", b)
         elif self._backward is not None:
-            name, stages, made = self._backward
-            self._backward = (name, stages, made + 1)
-            if made % 2 == 0:  # the gradient comes twice, rowwise and columnwise
-                back = stages - 1 - made // 2
-                stage = "" if back == 0 else STAGES[2][1]
-                self._note(f"{name}.{stage}grad", a)
+            back = self._backward.next_backward()
+            if back is not None:
+                self._note(f"{back}grad", a)
 
     def _note(self, name: str, operand: Operand) -> None:
         """The last microbatch stands for all."""

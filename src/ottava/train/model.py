@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import ottava
-from ottava.distributed import attach, meshes_of, parallelize
-from ottava.distributed.random import seed_default
+from ottava.distributed import attach, meshes_of, parallelize, tracker_of
+from ottava.distributed.random import seed_default, seed_tracker
 from ottava.models import GPT, CausalLM, Llama, LlamaConfig
 from ottava.quant.delayed import BUFFERS, DelayedState
 from ottava.quant.scheme import Scheme
@@ -103,7 +103,9 @@ class SpreadModel:
 
     def seed_step(self, step: int) -> None:
         """Random numbers of a step are a function of (seed, step, rank): a checkpoint has none to keep."""
-        seed_default((self.seed << 64) + step, self.meshes.dp_rank)
+        seed = (self.seed << 64) + step
+        seed_default(seed, self.meshes.dp_rank)
+        seed_tracker(tracker_of(self.module), seed, self.meshes.tp.get_local_rank(), self.meshes.dp_rank)
 
     def renew_copies_after(self, optimizer: torch.optim.Optimizer) -> None:
         """FSDP2 gathers FP8 copies of the weights: every step of the optimizer renews them."""

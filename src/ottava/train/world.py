@@ -60,7 +60,7 @@ class World:
         store = _store(place)
         if store is not None:
             options |= {"store": store, "rank": place.rank, "world_size": place.size}
-        dist.init_process_group(_backend(self.device, place), **options)
+        dist.init_process_group(_backend(self.device, place), **options | _bound(self.device, place))
 
     @property
     def leads(self) -> bool:
@@ -177,8 +177,19 @@ def _device(place: Place) -> torch.device:
     return device
 
 
+def _shares_gpu(place: Place) -> bool:
+    return place.local_size > torch.cuda.device_count()
+
+
 def _backend(device: torch.device, place: Place) -> str:
     if device.type == "cpu":
         return "gloo"
-    shared = place.local_size > torch.cuda.device_count()  # NCCL refuses two ranks on one GPU
-    return "cpu:gloo,cuda:gloo" if shared else "cpu:gloo,cuda:nccl"
+    return "cpu:gloo,cuda:gloo" if _shares_gpu(place) else "cpu:gloo,cuda:nccl"  # NCCL refuses two ranks on one GPU
+
+
+def _bound(device: torch.device, place: Place) -> dict[str, Any]:
+    """The GPU that NCCL is bound to: it connects at once, and subgroups split that communicator in place of making their own.
+
+    gloo, which ranks on one GPU use, has no communicator to bind.
+    """
+    return {"device_id": device} if device.type == "cuda" and not _shares_gpu(place) else {}

@@ -1,0 +1,47 @@
+"""`Operand`: one side of a product, quantized or not, as stages and strategies hand it to one another."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ottava.kernels.cast import Buffers
+from ottava.quant.scheme import GatherDims, Scheme
+
+
+class Operand(NamedTuple):
+    """One side of a product, [rows, k]: bytes with their scales and what those were made from, or values in high precision."""
+
+    data: Tensor
+    scale_inv: Tensor | None = None
+    amax: Tensor | None = None
+    scheme: Scheme | None = None
+    """None: `data` is in high precision."""
+    direction: str = "rowwise"
+    """ "rowwise": the tokens of an input or gradient are its rows; "columnwise": a quantized transpose, whose columns they are."""
+
+
+_HIGH_PRECISION = GatherDims(0, None)
+
+
+def token_dims(operand: Operand) -> GatherDims:
+    """Where the tokens of an input or gradient lie in `data` and in `scale_inv`."""
+    return _HIGH_PRECISION if operand.scheme is None else operand.scheme.gather_dims(operand.direction)
+
+
+def rowwise(q: Buffers, scheme: Scheme | None) -> Operand:
+    """The rowwise copy."""
+    return Operand(q.rowwise_data, q.rowwise_scale_inv, q.rowwise_amax, scheme)
+
+
+def columnwise(q: Buffers, scheme: Scheme | None) -> Operand:
+    """The columnwise copy."""
+    return Operand(q.columnwise_data, q.columnwise_scale_inv, q.columnwise_amax, scheme, "columnwise")
+
+
+def transposed(operand: Operand) -> Operand:
+    """The columnwise copy of an operand with one scale: its bytes can be transposed. In high precision: a view."""
+    if operand.scheme is None:
+        return Operand(operand.data.t())
+    return Operand(operand.data.t().contiguous(), operand.scale_inv, operand.amax, operand.scheme, "columnwise")
