@@ -72,6 +72,17 @@ def test_a_state_dict_under_the_other_names_loads_to_the_bit(name: str, into_par
         assert torch.equal(target(x), source(x))
 
 
+@pytest.mark.parametrize("name", ["current", "block", "nvfp4"])
+@pytest.mark.parametrize("into_parts", [True, False])
+def test_stored_entries_under_the_other_names_load_as_values_into_what_is_not_stored(
+    name: str, into_parts: bool
+) -> None:
+    source, target = mlp(name, not into_parts, seed=1), mlp("plain", into_parts, seed=2)
+    target.load_state_dict(source.state_dict())
+    assert torch.equal(fc1(target)[0], fc1(source)[0])
+    assert torch.equal(target.fc2_weight.detach(), values(source.fc2_weight))
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_name_of_the_whole_is_read_and_assigned(name: str) -> None:
     module = mlp(name, split=True)
