@@ -168,7 +168,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, backend: str, threads: 
         except (EOFError, OSError):
             os._exit(0)  # threads of a broken group may never end
         if request in (LEAVE, LEAVE_AND_FORGET):
-            _leave(forget=request == LEAVE_AND_FORGET)
+            leave_group(forget=request == LEAVE_AND_FORGET)
             pipe.send_bytes(request)
             continue
         answer: tuple[Any, BaseException | None, str | None]
@@ -188,7 +188,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, backend: str, threads: 
         _send(pipe, answer)
 
 
-def _leave(forget: bool) -> None:
+def leave_group(forget: bool) -> None:
     """Closes this rank's group. forget: what DTensor remembers of meshes, since equal ones of the next run may have other groups."""
     if dist.is_initialized():
         dist.destroy_process_group()

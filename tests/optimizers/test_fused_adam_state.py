@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from optimizers.adam_cases import (
     RECIPES,
@@ -158,3 +159,12 @@ def test_hooks_around_loading_see_the_whole_dict_and_the_loaded_state() -> None:
 def test_a_copy_of_the_optimizer_keeps_its_options() -> None:
     optimizer = FusedAdam(parameters(torch.bfloat16), master_weights=True, adam_w_mode=False)
     assert copy.deepcopy(optimizer).options == optimizer.options
+
+
+def test_loading_a_state_adds_no_options_to_the_groups() -> None:
+    layer = torch.nn.Linear(4, 4)
+    optimizer = FusedAdam(layer.parameters())
+    options = set(optimizer.param_groups[0])
+    set_optimizer_state_dict(layer, optimizer, get_optimizer_state_dict(layer, optimizer))
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+    assert [set(group) for group in optimizer.param_groups] == [options] * 2

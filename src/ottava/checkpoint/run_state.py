@@ -52,12 +52,13 @@ def model_state(
 
         >>> checkpoints.save(100, model_state(model, optimizer) | {"step": 100, "data": {"position": 6400}})
     """
+    if optimizer is not None:
+        complete_state(optimizer)  # first: it reads stored weights, which may move the memory of parts of a matrix together
     parameters = list(placed_parameters(model))
     state: dict[str, Any] = {"model": {p.name: _named(p.entry(), "model") for p in parameters}}
     state["model"] |= {name: _whole(buffer) for name, buffer in _buffers(model)}
     state["delayed"] = {name: _delayed_entry(found) for name, found in _delayed(model)}
     if optimizer is not None:
-        complete_state(optimizer)
         state["optimizer"] = _optimizer_state(optimizer, parameters)
     state[RNG] = {_mesh_name(model): {str(_rank()): _streams(tracker)}}
     return {key: value for key, value in state.items() if value}

@@ -121,6 +121,8 @@ class LayerNormMLP(QuantizedModule):
         self.add_parameter(f"fc1_{kind}", shape, rows or None, layout)
         if rows:
             self.fuse_names(f"fc1_{kind}", rows)
+        elif gated(self.activation):
+            self.unsplit[f"fc1_{kind}"] = {f"fc1_{part}_{kind}": count for part, count in self._fc1_rows().items()}
 
     def _fc1_names(self, kind: str) -> list[str]:
         """The parameters that make up fc1's weight or bias."""

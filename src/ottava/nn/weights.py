@@ -12,7 +12,8 @@ of plain tensors, each true to what it says about itself:
 
 [Note: fused names] Gate and up of a gated MLP (and q, k, v of a fused projection that is not interleaved) lie one under the other in one
 matrix. Tensor-parallel ranks split each by itself, which one DTensor cannot say: so where a module can be split they are parameters
-of their own, over one memory. The name of the whole stays usable: it can be read, assigned and loaded.
+of their own, over one memory. The name of the whole stays usable: it can be read, assigned and loaded. A module that cannot be split
+has the whole as its parameter, and loads parts.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ottava.nn.strategy import REPLICATED, Layout, like_dtensor
 from ottava.quant.scheme import Scheme, weight_scheme
 from ottava.quant.state import CURRENT
 from ottava.quant.tensor import QuantizedTensor
-from ottava.quant.weight import Weight, join_parts, link_parts
+from ottava.quant.weight import Weight, join_parts, link_parts, upright
 from ottava.quant.weight_memory import COLUMNWISE, ROWWISE, Extent, Groups, WeightMemory, blocks_of
 
 InitMethod = Callable[[Tensor], Any]
@@ -61,6 +62,8 @@ class WeightModule(nn.Module):
         self.quantized_init = CURRENT.init
         self.fused: dict[str, dict[str, int]] = {}
         """[Note: fused names]: name of the whole -> {parameter: its rows in one process}."""
+        self.unsplit: dict[str, dict[str, int]] = {}
+        """Parameter -> {name: rows} of the parts that it would be where the module can be split: such entries load, too."""
 
     @property
     def gemm_weights(self) -> list[list[str]]:
@@ -122,6 +125,7 @@ class WeightModule(nn.Module):
     def fuse_names(self, name: str, rows: Mapping[str, int]) -> None:
         """`name` stands for the parameters `rows`, one under the other ([Note: fused names])."""
         self.fused[name] = dict(rows)
+        self.unsplit.pop(name, None)
 
     def split_rows(self, name: str, rows: Mapping[str, int]) -> None:
         """Makes the parameter `name` several, over its memory ([Note: fused names]). Before it is spread over a mesh."""
@@ -156,15 +160,23 @@ class WeightModule(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__.get("fused", ()):
-            with torch.no_grad():
-                for part, rows in zip(self.fused[name], value.detach().split(self._rows_of(name)), strict=True):
-                    getattr(self, part).copy_(rows)
+            self._assign_parts(list(self.fused[name]), value.detach())
             return
         super().__setattr__(name, value)
 
-    def _rows_of(self, fused: str) -> list[int]:
-        """Rows of each part of a fused name, as `getattr` gives them: of all ranks for DTensors."""
-        return [getattr(self, part).shape[0] for part in self.fused[fused]]
+    @torch.no_grad()
+    def _assign_parts(self, names: list[str], value: Tensor) -> None:
+        """Writes the rows of `value` into the parameters `names`, one under the other."""
+        parts = {name: getattr(self, name) for name in names}
+        stored = self.stored_weights()
+        if any(name not in stored for name in names):
+            for part, rows in zip(parts.values(), value.split([part.shape[0] for part in parts.values()]), strict=True):
+                part.copy_(rows)
+            return
+        whole = _full(value)
+        whole = whole.dequantize() if isinstance(whole, QuantizedTensor) else whole
+        rows_of = whole.split([part.shape[0] for part in parts.values()])
+        self._quantize({name: _cut_to(parts[name], rows) for name, rows in zip(parts, rows_of, strict=True)})
 
     # ---------------------------------------------------------------------------------------------------------- first values
 
@@ -192,15 +204,19 @@ class WeightModule(nn.Module):
         return tracker().fork()
 
     def store_values(self, values: Mapping[str, Tensor]) -> None:
-        """Quantizes what this rank holds of stored weights, in high precision and by name. Every rank has to call it."""
+        """First values of stored weights: what this rank holds, in high precision and by name. Every rank has to call it."""
+        self._quantize(values)
+        if self.quantized_init is not None and self.quantized_init.preserve:
+            for name, value in values.items():
+                held(getattr(self, name)).memory.keep_first_values(value.detach().cpu().clone())
+
+    def _quantize(self, values: Mapping[str, Tensor]) -> None:
+        """Writes into stored weights, all at once."""
         self.link_weights()
         weights = [held(getattr(self, name)) for name in values]
         for name, weight in zip(values, weights, strict=True):
             self._bind(weight.memory, getattr(self, name))
         Weight.requantize_together_(weights, list(values.values()))
-        if self.quantized_init is not None and self.quantized_init.preserve:
-            for weight, value in zip(weights, values.values(), strict=True):
-                weight.memory.keep_first_values(value.detach().cpu().clone())
 
     def _bind(self, memory: WeightMemory, parameter: Any) -> None:
         """Tells a sharded weight with whom it shares scales, from what its DTensor says."""
@@ -264,9 +280,14 @@ class WeightModule(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if keep_vars:
             return
-        for name in self.stored_weights():
+        seen: set[int] = set()
+        for name, weight in self.stored_weights().items():
+            weight.memory.check_scales()
             for key, tensor in self._entries(name).items():
-                destination[prefix + key] = tensor
+                # A scale that parts of a matrix share is live in the first one's entry. Others are copies: files hold each by itself.
+                shared = tensor.dim() == 1 and tensor.data_ptr() in seen and not tensor.is_meta
+                seen.add(tensor.data_ptr())
+                destination[prefix + key] = tensor.clone() if shared else tensor
 
     def _load_from_state_dict(
         self,
@@ -279,22 +300,48 @@ class WeightModule(nn.Module):
         errors: Any,
     ) -> None:
         state = dict(state_dict)
-        self._rename(state, prefix)
-        for name in self.stored_weights():
-            key, parameter = prefix + name, getattr(self, name)
-            extra = {n: state.pop(f"{key}_{n}") for n in ENTRIES if f"{key}_{n}" in state}
-            value = state.get(key)
-            if (
-                isinstance(value, Tensor)
-                and value.dtype == torch.uint8
-                and not isinstance(held(value), QuantizedTensor)
-            ):
-                problem = load_entries(name, parameter, {name: value} | {f"{name}_{n}": t for n, t in extra.items()})
-                if problem is not None:
-                    errors.append(problem)
-                state[key] = parameter
+        stored = self.stored_weights()
+        for name, weight in stored.items():
+            state.update(_as_entries(prefix + name, state.get(prefix + name), weight))
+        self._rename(state, prefix, stored, errors)
+        for name, weight in stored.items():
+            # torch has copied bytes into the parameter itself (`broadcast_from_rank0`).
+            if weight.memory.without_scales:
+                state[prefix + name] = state_entries(name, getattr(self, name))[name]
+        given = {name: _taken(state, prefix + name) for name in stored if _is_bytes(state.get(prefix + name))}
+        before = {name: _copies(state_entries(name, getattr(self, name))) for name in stored if name not in given}
+        for name, entries in given.items():
+            parameter = getattr(self, name)
+            entries = from_one_rank(parameter, {f"{name}{ending}": tensor for ending, tensor in entries.items()})
+            problem = load_entries(name, parameter, entries)
+            given[name] = entries
+            if problem is not None:
+                errors.append(problem)
+            state[prefix + name] = parameter
+        if given and not errors:
+            errors.extend(self._changed_scales(given | before))
         self._dequantize_entries(state, prefix)
         super()._load_from_state_dict(state, prefix, local_metadata, strict, missing, unexpected, errors)
+
+    def _changed_scales(self, wanted: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
+        """What is wrong with weights that share scales: loading one has changed another's."""
+        problems = []
+        for name, entries in wanted.items():
+            now = state_entries(name, getattr(self, name))
+            if held(getattr(self, name)).is_meta:
+                continue
+            for key, tensor in entries.items():
+                if key.endswith(("scale_inv", "amax")) and key in now:
+                    mine = held(now[key])
+                    if not torch.equal(mine, _own_part(now[key], tensor).to(mine.device)):
+                        problems.append(
+                            f"{key} is shared with other weights of {type(self).__name__}, and what was loaded for them differs from "
+                            f"what {name} has: load all of {self._partners_of(name)} from the state dict of one module."
+                        )
+        return problems
+
+    def _partners_of(self, name: str) -> list[str]:
+        return next((names for names in self.gemm_weights if name in names), [name])
 
     def _dequantize_entries(self, state: dict[str, Any], prefix: str) -> None:
         """Bytes of weights that are not stored in FP8 here become values."""
@@ -308,11 +355,21 @@ class WeightModule(nn.Module):
             if state[key].dtype == torch.uint8 and name not in self.stored_weights():
                 state[key] = _placed_like(parameter, dequantized_entries(name, entries, parameter.dtype))
 
-    def _rename(self, state: dict[str, Any], prefix: str) -> None:
+    def _rename(self, state: dict[str, Any], prefix: str, stored: Mapping[str, Weight], errors: list[str]) -> None:
         """Entries under the name of a whole, where its parts are parameters, and the other way round ([Note: fused names])."""
         for whole, rows in self.fused.items():
             if prefix + whole in state and not any(prefix + part in state for part in rows):
+                first = next(iter(rows))
+                state.update(_as_entries(prefix + whole, state[prefix + whole], stored.get(first)))
+                if first not in stored:
+                    _to_values(state, prefix + whole)
                 _split_entries(state, prefix, whole, rows, {part: getattr(self, part) for part in rows})
+        for whole, rows in self.unsplit.items():
+            wanted = self._parameters.get(whole) is not None and prefix + whole not in state
+            if wanted and all(prefix + part in state for part in rows):
+                for part in rows if whole not in stored else ():
+                    _to_values(state, prefix + part)
+                errors.extend(_join_entries(state, prefix, whole, rows, getattr(self, whole)))
 
 
 def _fused(parts: list[Any]) -> Tensor:
@@ -405,7 +462,9 @@ def load_entries(name: str, parameter: Any, loaded: Mapping[str, Tensor]) -> str
         if key not in loaded:
             return f"{name} is stored in FP8 and its bytes are there, but {key!r} is missing: they mean nothing without it."
         source = loaded[key]
-        if tuple(source.shape) != tuple(target.shape) or source.dtype != target.dtype:
+        # torch's loading of full state dicts gives bytes that hold two elements the shape of the parameter.
+        shape = tuple(source.shape) if not (key == name and is_dtensor(source)) else tuple(target.shape)
+        if shape != tuple(target.shape) or source.dtype != target.dtype:
             return (
                 f"{key} is {source.dtype} of shape {tuple(source.shape)} in the state dict, but {target.dtype} of shape "
                 f"{tuple(target.shape)} here."
@@ -414,13 +473,131 @@ def load_entries(name: str, parameter: Any, loaded: Mapping[str, Tensor]) -> str
             if not torch.equal(target.cpu(), source.cpu()):
                 return f"{name} is stored as {weight_format(target)} here, but as {weight_format(source)} in the state dict."
             continue
-        mine, other = held(target), held(source) if is_dtensor(source) else _cut_to(target, source)
+        mine, other = held(target), _own_part(target, source)
         if mine.shape != other.shape:
             return f"{key}: this rank holds {tuple(mine.shape)} of it, but the state dict gives {tuple(other.shape)}."
         if mine.data_ptr() != other.data_ptr() or mine.numel() == 0:
             mine.copy_(other)
     held(parameter).memory.bytes_were_loaded()
     return None
+
+
+def _own_part(target: Any, source: Tensor) -> Tensor:
+    """What this rank holds of an entry: of a DTensor what it has, of a whole tensor what the target's place says."""
+    return held(source) if is_dtensor(source) else _cut_to(target, source)
+
+
+def from_one_rank(parameter: Any, entries: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The entries, where some ranks may have fewer: they take them from a rank that has them. Every rank has to call it.
+
+    `set_model_state_dict(broadcast_from_rank0=True)` sends what has the name of a parameter or a buffer, so of a stored weight the
+    bytes alone; scales stay where they were read.
+    """
+    if not is_dtensor(parameter):
+        return entries
+    mesh = parameter.device_mesh
+    for dim in range(mesh.ndim):
+        group, size = mesh.get_group(dim), mesh.size(dim)
+        if size == 1:
+            continue
+        known: list[Any] = [None] * size
+        kinds = {key: (tuple(t.shape), t.dtype) for key, t in entries.items() if not is_dtensor(t)}
+        torch.distributed.all_gather_object(known, (sorted(entries), kinds), group=group)
+        most = max(range(size), key=lambda rank: (len(known[rank][0]), -rank))
+        if all(names == known[most][0] for names, _ in known):
+            continue
+        source = torch.distributed.get_global_rank(group, most)
+        for key, (shape, dtype) in sorted(known[most][1].items()):
+            if all(key in names for names, _ in known):
+                continue
+            tensor = entries.get(key)
+            if tensor is None:
+                tensor = torch.empty(shape, dtype=dtype, device=parameter.device)
+            sent = tensor.to(parameter.device).contiguous()
+            torch.distributed.broadcast(sent, source, group=group)
+            entries = entries | {key: sent}
+    return entries
+
+
+def _is_bytes(value: Any) -> bool:
+    """Whether an entry is that of a stored weight."""
+    plain = isinstance(value, Tensor) and value.dtype == torch.uint8
+    return plain and not isinstance(held(value), QuantizedTensor)
+
+
+def _taken(state: dict[str, Any], key: str) -> dict[str, Tensor]:
+    """The entries of a weight by what their names end with; all but the first leave the state."""
+    found = {"": state[key]}
+    return found | {f"_{n}": state.pop(f"{key}_{n}") for n in ENTRIES if f"{key}_{n}" in state}
+
+
+def _copies(entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of scales: bytes are not looked at."""
+    return {key: tensor.clone() for key, tensor in entries.items() if key.endswith(("scale_inv", "amax"))}
+
+
+def _as_entries(key: str, value: Any, weight: Weight | None) -> dict[str, Tensor]:
+    """A quantized tensor in a state dict, as versions before 0.2 have them, as entries of plain tensors; {} for anything else."""
+    if type(value) is not QuantizedTensor or weight is None or value.scheme != weight.scheme:
+        return {}
+    scheme, parts = value.scheme, value._parts
+    entries = {key: parts["rowwise_data"], f"{key}_scale_inv": parts["rowwise_scale_inv"]}
+    entries[f"{key}_format"] = scheme.as_bytes(value.device)
+    if scheme.needs_tensor_amax and "rowwise_amax" in parts:
+        entries[f"{key}_amax"] = parts["rowwise_amax"]
+    if weight.memory.two_copies:
+        entries[f"{key}_columnwise"] = upright(parts["columnwise_data"], scheme)
+        entries[f"{key}_columnwise_scale_inv"] = parts["columnwise_scale_inv"].t()
+    return entries
+
+
+def _join_entries(state: dict[str, Any], prefix: str, whole: str, rows: Mapping[str, int], parameter: Any) -> list[str]:
+    """Puts the entries of parts under the name of the whole; what is wrong with them."""
+    found = {name: {e: _full(t) for e, t in _taken(state, prefix + name).items()} for name in rows}
+    for name in rows:
+        del state[prefix + name]
+    values = [entries.pop("") for entries in found.values()]
+    state[prefix + whole] = _placed_like(parameter, torch.cat(values))
+    weight = held(parameter)
+    if not isinstance(weight, Weight) or not _is_bytes(values[0]):
+        return []
+    for entry in next(iter(found.values())):
+        parts = [entries.get(entry) for entries in found.values()]
+        if any(part is None for part in parts):
+            continue  # `load_entries` says what is missing
+        joined = _joined_entry(parts, entry.removeprefix("_"), weight.memory, list(rows.values()))  # type: ignore[arg-type]
+        if joined is None:
+            return [f"{list(rows)} have different {entry[1:]}, so that their bytes cannot be {whole}'s."]
+        state[f"{prefix}{whole}{entry}"] = joined
+    return []
+
+
+def _joined_entry(parts: list[Tensor], entry: str, memory: WeightMemory, rows: list[int]) -> Tensor | None:
+    """One entry of the matrix from those of its parts; None if they differ where they have to agree."""
+    if parts[0].dim() == 1:
+        return parts[0] if all(torch.equal(part, parts[0]) for part in parts) else None
+    if entry == "columnwise":
+        return torch.cat(parts)
+    block = memory.block(COLUMNWISE if entry.startswith(COLUMNWISE) else ROWWISE)[0]
+    joined, first = parts[0].new_empty(-(-sum(rows) // block), parts[0].shape[1]), 0
+    for part, count in zip(parts, rows, strict=True):
+        top = first // block
+        if first % block and not torch.equal(joined[top], part[0]):  # a block that begins in the part before
+            return None
+        joined[top : top + part.shape[0]] = part
+        first += count
+    return joined
+
+
+def _to_values(state: dict[str, Any], key: str) -> None:
+    """Entries of a stored weight become its values, for a parameter that is not stored in FP8."""
+    if _is_bytes(state.get(key)) and f"{key}_format" in state:
+        entries = {f"value{ending}": _full(tensor) for ending, tensor in _taken(state, key).items()}
+        state[key] = dequantized_entries("value", entries, torch.float32)
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def weight_format(entry: Tensor) -> str:

@@ -104,6 +104,12 @@ class FusedAdam(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"options": self.options, "set_grad_none": self.set_grad_none}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # torch gives every optimizer that loads a state an option of its own, with which checkpoints of other runs would differ.
+        for options in (self.defaults, *self.param_groups):
+            options.pop("differentiable", None)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters, for example `{"params": [...], "lr": 1e-4}`; what is not given is as in the constructor."""
         for name in MOMENTS:

@@ -45,7 +45,7 @@ from ottava.quant.weight_memory import (
     renew,
 )
 
-__all__ = ["State", "Weight", "as_one_matrix", "join_parts", "link_parts", "one_matrix"]
+__all__ = ["State", "Weight", "as_one_matrix", "join_parts", "link_parts", "one_matrix", "upright"]
 
 aten = torch.ops.aten
 
@@ -174,6 +174,7 @@ class Weight(QuantizedTensor):
     def _parts(self) -> dict[str, Tensor]:  # type: ignore[override]
         if self._gather is not None:
             return self._gather.parts
+        self.memory.check_scales()
         if self.state is State.WHOLE:
             return _whole_parts(self.memory)
         return self.memory.held_parts(self.numel() // self.memory.place.unit[1])
@@ -212,8 +213,11 @@ class Weight(QuantizedTensor):
     @classmethod
     @torch.no_grad()
     def requantize_together_(cls, tensors: Sequence[Any], sources: Sequence[Tensor]) -> None:
-        """Quantizes values into bytes, all of them with at most two MAX all-reduces. Every rank has to call it with the same weights."""
-        slow = []
+        """Quantizes values into bytes, all of them with at most two MAX all-reduces. Every rank has to call it with the same weights.
+
+        Weights that share scales with these, as parts of one matrix, are quantized again with them: their values stay.
+        """
+        slow = _partners([tensor.memory for tensor in tensors])
         for tensor, source in zip(tensors, sources, strict=True):
             memory, values = tensor.memory, source.detach().to(tensor.device)
             memory.preserved = None
@@ -374,6 +378,14 @@ def link_parts(weights: Sequence[Weight]) -> None:
 # ----------------------------------------------------------------------------------------------------- bytes of a whole unit
 
 
+def _partners(memories: Sequence[WeightMemory]) -> list[tuple[Tensor, WeightMemory]]:
+    """(values, memory) of the parts that share scales with some of `memories` and are not among them."""
+    given = {id(memory) for memory in memories}
+    groups = {id(m.group): m.group for m in memories if m.shares_scales}
+    others = [part for group in groups.values() for part in group.parts if id(part) not in given]
+    return [(part.values(torch.float32), part) for part in others]
+
+
 def _quantizes_alone(weight: Weight) -> bool:
     """Whether the ordinary kernels give the bytes: a whole unit that shares scales with nobody."""
     memory = weight.memory
@@ -404,11 +416,11 @@ def _take_buffers(memory: WeightMemory, parts: dict[str, Tensor]) -> None:
         memory.set_scales(ROWWISE, parts["rowwise_scale_inv"])
     if memory.two_copies:
         memory.set_scales(COLUMNWISE, parts["columnwise_scale_inv"].t())
-        memory.data[COLUMNWISE] = _upright(parts["columnwise_data"], scheme)
-    memory.preserved = None
+        memory.data[COLUMNWISE] = upright(parts["columnwise_data"], scheme)
+    memory.preserved, memory.without_scales = None, False
 
 
-def _upright(columnwise: Tensor, scheme: Scheme) -> Tensor:
+def upright(columnwise: Tensor, scheme: Scheme) -> Tensor:
     """Columnwise bytes [K, M] as rows of the matrix: a view, where bytes are not packed."""
     return columnwise.t() if scheme.elements_per_byte == 1 else torch.ops.ottava.transpose(columnwise, str(scheme))
 
@@ -597,6 +609,10 @@ def _write(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _copy(func: Any, target: Weight, source: Tensor, *unused: Any) -> Any:
+    if source.dtype == torch.uint8 and target.master is None and target.state is not State.GATHERED:
+        # No weight has values of this type: torch's `broadcast_from_rank0` writes an entry of a state dict where the parameter is.
+        target.memory.take_bytes(source)
+        return target
     if target.shape != source.shape:
         raise ValueError(f"copy_ needs equal shapes: target {tuple(target.shape)}, source {tuple(source.shape)}.")
     if isinstance(source, Weight) and target._cell.new:
@@ -610,10 +626,13 @@ def _copy(func: Any, target: Weight, source: Tensor, *unused: Any) -> Any:
             target.memory.made_from = {}
         return target
     if isinstance(source, Weight) and source.master is None and source.scheme == target.scheme:
-        if source.memory is not target.memory:
+        if source.memory is target.memory:
+            return target
+        if not target.memory.shares_scales or target.memory.group.same_scales(source.memory.group):
             target.memory.copy_from(source.memory)
-        return target
-    if type(source) is QuantizedTensor and source.scheme == target.scheme and target.state is State.WHOLE:
+            return target
+    whole = target.state is State.WHOLE and not target.memory.shares_scales
+    if type(source) is QuantizedTensor and source.scheme == target.scheme and whole:
         _take_buffers(target.memory, {n: t.to(target.device, copy=True) for n, t in source._parts.items()})
         return target
     return target.requantize_(source._values() if isinstance(source, QuantizedTensor) else source)

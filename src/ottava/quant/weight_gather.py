@@ -48,6 +48,7 @@ def messages(memory: WeightMemory, master: Tensor | None, device: torch.device) 
         assert master is not None
         rows = master.to(device, memory.gather_dtype or master.dtype)
         return (pad(rows, (0, 0, 0, memory.place.padded - rows.shape[0])).contiguous(),), UNQUANTIZED
+    memory.check_scales()
     direction = ROWWISE
     if memory.two_copies:
         direction = BOTH if memory.gathers_both else COLUMNWISE if torch_private.inside_backward() else ROWWISE

@@ -225,6 +225,11 @@ class ScaleGroup:
             self.scale = scale_from_amax(amax, scheme.element.max, scheme.epsilon, scheme.power_of_two)
         self.scale_inv = torch.ones_like(self.scale) / self.scale
 
+    def same_scales(self, other: ScaleGroup) -> bool:
+        """Whether bytes mean the same under the scales that each group's parts share."""
+        mine, theirs = ({"amax": g.amax, "scale_inv": g.scale_inv} | g.grids for g in (self, other))
+        return mine.keys() == theirs.keys() and all(torch.equal(t, theirs[key].to(t.device)) for key, t in mine.items())
+
     def cut(self, key: Any) -> ScaleGroup:
         """The group of the parts after all of them were cut in the way that `key` names: parts that belong together stay so."""
         group = self._cut.get(key)
@@ -270,6 +275,8 @@ class WeightMemory:
         """Type in which the weight is gathered while it has no scheme; None: the master's."""
         self.made_from: dict[int, int] = {}
         """Where there is a master: address of memory that holds the values the bytes were made from -> its version then."""
+        self.without_scales = False
+        """Somebody has written bytes, and their scales have not come yet: `load_state_dict` brings them."""
         self.gathers_both = False
         """1-D blocks: gather both directions at once, because a forward runs again in backward or memory stays gathered."""
 
@@ -320,6 +327,13 @@ class WeightMemory:
         (self.group.grids if matrix else self._scales)[direction] = scales
 
     @property
+    def shares_scales(self) -> bool:
+        """Whether scales depend on other parts of the matrix, too."""
+        if len(self.group.parts) == 1 or not self.quantized:
+            return False
+        return self.scheme.needs_tensor_amax or any(self.extent(d) is Extent.MATRIX for d in self.directions)
+
+    @property
     def weight_groups(self) -> Groups:
         """The ranks that hold parts of the matrix."""
         return self.tensor_groups + self.shard_groups if self.weight_group is None else (self.weight_group,)
@@ -341,6 +355,14 @@ class WeightMemory:
             raise ValueError(
                 f"{self.name} does not know yet with which ranks it shares its scales: call set_device_mesh(tp_mesh, weight_mesh) before "
                 "fully_shard and reset_parameters() after it, run a forward pass first, or use ottava.distributed.shard_model."
+            )
+
+    def check_scales(self) -> None:
+        """Raises if the scales that are here are not those of the bytes."""
+        if self.without_scales:
+            raise ValueError(
+                f"{self.name} is stored in FP8, and uint8 values were copied into it: they were taken for its bytes, whose scales have not "
+                "been loaded. Load a whole state dict (NAME and NAME_scale_inv ...), or copy high-precision values."
             )
 
     # --------------------------------------------------------------------------------------------------------------- memory
@@ -415,7 +437,12 @@ class WeightMemory:
         self.group.grids = {key: t.to(device, copy=True) for key, t in other.group.grids.items()}
         for name in ("amax", "scale", "scale_inv"):
             setattr(self.group, name, getattr(other.group, name).to(device, copy=True))
-        self.preserved = None
+        self.preserved, self.without_scales = None, other.without_scales
+
+    def take_bytes(self, data: Tensor) -> None:
+        """Rowwise bytes of the rows that are held, whose scales are still to come."""
+        self.data[ROWWISE][: self.place.rows].copy_(data)
+        self.preserved, self.without_scales = None, True
 
     def keep_first_values(self, values: Tensor | None) -> None:
         """Keeps what was quantized first, on the CPU."""
@@ -440,7 +467,7 @@ class WeightMemory:
 
     def bytes_were_loaded(self) -> None:
         """Somebody has written into the bytes and scales: what follows from them is made anew, and the first values are forgotten."""
-        self.preserved = None
+        self.preserved, self.without_scales = None, False
         if self.scheme.per_tensor:
             self.group.scale = torch.ones_like(self.group.scale_inv) / self.group.scale_inv
 
@@ -473,15 +500,25 @@ class WeightMemory:
         return other
 
     def _cut_scales(self, direction: str, box: Box) -> Tensor:
-        """Scales of the blocks that a box touches."""
-        block, scales = self.block(direction), self.scales(direction)
-        wanted = _within(blocks_of(box, block), blocks_of(self.box_of_scales(direction), block))
-        if min(s.start for s in wanted) < 0 or any(s.stop > n for s, n in zip(wanted, scales.shape)):
+        """Scales of the blocks that a box touches: this parameter's, and those of others that hold rows of the matrix."""
+        block = self.block(direction)
+        wanted = blocks_of(box, block)
+        down, across = _count(wanted)
+        found, covered = self.scales(direction).new_empty(down, across), 0
+        whole = self.extent(direction) is Extent.MATRIX
+        for part in [self] if whole else self.group.parts:
+            held = blocks_of(part.box_of_scales(direction), block)
+            rows, columns = (slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(wanted, held))
+            shared = rows, columns
+            if all(s.stop > s.start for s in shared):
+                found[_within(shared, wanted)] = part.scales(direction)[_within(shared, held)]
+                covered += math.prod(s.stop - s.start for s in shared)
+        if covered != down * across:
             raise ValueError(
                 f"{self.name}: new borders cut blocks of {block[0]}x{block[1]} whose scales are on other ranks: split the weight before "
                 "it is quantized (on the meta device), or choose sizes that fill blocks."
             )
-        return scales[wanted].clone()
+        return found
 
     # ------------------------------------------------------------------------------------------------------- what a GEMM takes
 
@@ -513,6 +550,14 @@ class WeightMemory:
             "rowwise_scale_inv": self.scale_inv(ROWWISE, (place.top, place.left, rows, place.unit[1])),
         }
         return parts | ({"rowwise_amax": self.group.amax} if self.group.amax.numel() else {})
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """The rows that are held [rows, columns], dequantized."""
+        self.check_scales()
+        parts = self.held_parts(self.place.rows)
+        amax = parts.get("rowwise_amax", self.group.amax)
+        operand = parts["rowwise_data"], parts["rowwise_scale_inv"], amax
+        return torch.ops.ottava.dequantize(*operand, str(self.scheme), dtype)
 
 
 def grid_step(block: Block, boxes: Sequence[Box]) -> Block:
@@ -637,3 +682,4 @@ def _write(values: Tensor, memory: WeightMemory, direction: str, known: dict[Any
         own = _within(blocks_of(place.box(Extent.OWN), block), blocks_of(place.box(extent), block))
         data = ops.encode(values, factor[own], str(scheme), *block, place.top, place.left)
     memory.data[direction] = pad(data, (0, 0, 0, place.padded - place.rows))
+    memory.without_scales = False
