@@ -25,7 +25,9 @@ __all__ = [
     "is_fp8_available",
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
+    "is_non_tn_fp8_gemm_supported",
     "is_nvfp4_available",
+    "torch_version",
 ]
 
 Support = tuple[bool, str]
@@ -102,6 +104,16 @@ def is_bf16_available(return_reason: bool = False) -> bool | Support:
     """Whether to use bfloat16."""
     support = _native((8, 0), "bfloat16")
     return support if return_reason else support[0]
+
+
+def is_non_tn_fp8_gemm_supported() -> bool:
+    """Whether FP8 products take operands that are not transposed; programs that ask then expect no transposed copies."""
+    return _native((10, 0), "a product of FP8 operands in any order")[0]
+
+
+def torch_version() -> tuple[int, ...]:
+    """(major, minor, patch) of torch."""
+    return tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:3] if n.isdigit())
 
 
 def get_default_recipe() -> Recipe:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from ottava import torch_private
 from ottava.kernels.cast import Buffers, operand_amax
 from ottava.nn import weights
+from ottava.nn.columnwise import columnwise_later
+from ottava.nn.construction import ORDER
 from ottava.nn.initialize import materialize_
 from ottava.nn.parallel_module import ParallelModule
 from ottava.nn.stage import Chain, Stage, StageTensors, tensor_amax
@@ -23,11 +26,11 @@ from ottava.quant.recompute import forward_scale
 from ottava.quant.scheme import Scheme
 from ottava.quant.state import CURRENT
 from ottava.quant.tensor import QuantizedTensor
-from ottava.quant.weight import Weight, as_one_matrix, one_matrix
+from ottava.quant.weight import State, Weight, as_one_matrix, one_matrix
 from ottava.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 
 InitMethod = Callable[[Tensor], Any]
-_NUMBERS = itertools.count()  # of modules, in the order of their construction
+_LOG = logging.getLogger(__name__)
 
 
 def default_device(device: torch.device | str | None) -> torch.device:
@@ -98,7 +101,7 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
         if self.params_dtype not in FLOAT_DTYPES:
             raise ValueError(f"params_dtype must be float32, bfloat16 or float16, got {self.params_dtype}.")
         self.device_at_init = device
-        self._number = next(_NUMBERS)
+        self._number = ORDER.number()
         self.delayed = DelayedState(stages, device=device)
         self._weight_cache: dict[int, QuantizedTensor] = {}
         self._remember_init()
@@ -117,10 +120,11 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
         """Gives parameters on the meta device memory and first values, also where they are shards; whether there were any.
 
         For scripts that build on the meta device, shard, and then call every module's `reset_parameters`. Numbers are drawn by the
-        order in which modules were constructed, and so are equal on every mesh; `materialize_` draws by name.
+        order in which modules were constructed (`construction.py`), and so are equal on every mesh; `materialize_` draws by name.
         """
         if not any(p.is_meta for p in self.parameters()):
             return False
+        ORDER.note_drawn()
         materialize_(self, torch.initial_seed(), prefix=f"{self.name or type(self).__name__}#{self._number}")
         return True
 
@@ -264,7 +268,12 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
         weight_scale = scale[3 * index + 1 : 3 * index + 2] if stage.delayed else None  # type: ignore[index]
         check_float(weight, self.describe("weight"))
         amax = None if stage.delayed else shared_weight_amax(stage, weight)
-        q = Buffers(*torch.ops.ottava.quantize(weight.detach(), stage.weight, weight_scale, amax, True, columnwise))
+        later = columnwise and is_first_microbatch is None and self.freed_after_forward(weight)
+        q = Buffers(
+            *torch.ops.ottava.quantize(
+                weight.detach(), stage.weight, weight_scale, amax, True, columnwise and not later
+            )
+        )
         if stage.delayed and chain.record:
             torch.ops.ottava.record_amax_(self.delayed.fwd_amax_history, q.rowwise_amax, 3 * index + 1, 0)
         if is_first_microbatch:
@@ -273,6 +282,8 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
                 q, scheme, weight.shape, weight.dtype, True, columnwise
             )
         row = (q.rowwise_data, q.rowwise_scale_inv, q.rowwise_amax)
+        if later:
+            return *row, *columnwise_later(weight, stage.weight, weight_scale, amax)
         return (
             (*row, q.columnwise_data, q.columnwise_scale_inv, q.columnwise_amax)
             if columnwise
@@ -292,6 +303,11 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
         if not self.wgrad_accumulation:
             return None
         parameters = [getattr(self, name) for name in names]
+        if any(isinstance(p, Weight) and p.state is State.GATHERED for p in parameters):
+            _say_gradients_are_reduced(
+                type(self).__name__
+            )  # adding them into `main_grad` would leave out the other ranks'
+            return None
         for name, parameter in zip(names, parameters, strict=True):
             if getattr(parameter, "main_grad", None) is None:
                 raise ValueError(
@@ -319,6 +335,15 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
             f"{role}: {str(Scheme.of(recipe, role)).removesuffix(':f32')}" for role in ("input", "weight", "grad")
         )
         return f"{type(recipe).__name__}({parts})"
+
+
+@functools.cache
+def _say_gradients_are_reduced(kind: str) -> None:
+    _LOG.warning(
+        "%s: fuse_wgrad_accumulation=True has no effect on weights that FSDP2 shards: FSDP2 sums their gradients over ranks, into `grad` "
+        "of the sharded parameters.",
+        kind,
+    )
 
 
 def leave_unquantized(module: nn.Module) -> nn.Module:

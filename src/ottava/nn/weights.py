@@ -60,6 +60,8 @@ class WeightModule(nn.Module):
         self.quantized_init = CURRENT.init
         self.fused: dict[str, dict[str, int]] = {}
         """[Note: fused names]: name of the whole -> {parameter: its rows in one process}."""
+        self.gathered_by_fsdp: set[str] = set()
+        """Parameters that FSDP2 has gathered at some time."""
 
     @property
     def gemm_weights(self) -> list[list[str]]:
@@ -159,7 +161,16 @@ class WeightModule(nn.Module):
                 for part, rows in zip(self.fused[name], value.detach().split(self._rows_of(name)), strict=True):
                     getattr(self, part).copy_(rows)
             return
+        before = self.__dict__.get("_parameters", {}).get(name)
+        if is_dtensor(before) and isinstance(value, nn.Parameter) and not is_dtensor(value):
+            self.gathered_by_fsdp.add(name)  # FSDP2 puts what it has gathered in the place of the shard
         super().__setattr__(name, value)
+
+    def freed_after_forward(self, weight: Tensor) -> bool:
+        """Whether `weight` is a parameter whose memory FSDP2 frees between forward and backward (if it reshards then)."""
+        if torch.compiler.is_compiling():
+            return False
+        return any(weight is self._parameters.get(name) for name in self.gathered_by_fsdp)
 
     def _rows_of(self, fused: str) -> list[int]:
         """Rows of each part of a fused name, as `getattr` gives them: of all ranks for DTensors."""
