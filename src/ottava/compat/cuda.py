@@ -9,6 +9,7 @@ False.
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import platform
 import re
@@ -109,6 +110,21 @@ def answers() -> dict[str, Any]:
     return found
 
 
+def _shard_on_cpu() -> None:
+    """FSDP1 takes the GPU where it is not told a device, and refuses without one: it takes the CPU."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    original = FullyShardedDataParallel.__init__
+
+    @functools.wraps(original)
+    def on_cpu(self: Any, *args: Any, **options: Any) -> None:
+        if options.get("device_id") is None:
+            options["device_id"] = torch.device("cpu")
+        original(self, *args, **options)
+
+    FullyShardedDataParallel.__init__ = on_cpu  # type: ignore[method-assign]
+
+
 def answer_for_cpu() -> None:
     """Replaces the functions, for the rest of the process; nothing where there is a GPU."""
     if torch.cuda.is_available() or torch.cuda.set_device is _set_device:
@@ -116,4 +132,5 @@ def answer_for_cpu() -> None:
     found = answers()
     for name, function in found.items():
         setattr(torch.cuda, name, function)
+    _shard_on_cpu()
     _LOG.warning("No GPU: %s answer for the CPU.", ", ".join(f"torch.cuda.{name}" for name in found))

@@ -55,7 +55,7 @@ _FORMATS = {DType.kFloat8E4M3: "e4m3", DType.kFloat8E5M2: "e5m2", DType.kFloat4E
 
 def _format(dtype: Any) -> str:
     if dtype not in _FORMATS:
-        known = ", ".join(str(d) for d in _FORMATS)
+        known = ", ".join(f"DType.{dtype.name}" for dtype in _FORMATS)
         raise ValueError(f"A quantizer makes FP8 or FP4: its dtype must be one of {known}, got {dtype!r}.")
     return _FORMATS[dtype]
 

@@ -11,6 +11,7 @@ from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 
 from ottava.compat.cuda import answer_for_cpu
+from ottava.compat.seeds import follow_seeds
 from ottava.compat.stand_in import install
 
 USAGE = """usage: python -m ottava.compat SCRIPT [ARGS...]
@@ -59,6 +60,7 @@ def run_script(path: str, arguments: list[str]) -> int:
     sys.argv[:] = [path, *arguments]
     install()
     answer_for_cpu()
+    follow_seeds()
     if os.path.isdir(path) or path.endswith((".zip", ".pyz")):
         return _guarded(lambda: runpy.run_path(path, run_name="__main__"))
     if not sys.flags.safe_path:
@@ -70,6 +72,7 @@ def run_module(name: str, arguments: list[str]) -> int:
     """Runs the module `name` as `__main__`, as `python -m` does."""
     install()
     answer_for_cpu()
+    follow_seeds()
     sys.argv[:] = ["-m", *arguments]
     try:
         found = importlib.util.find_spec(name)

@@ -124,7 +124,6 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
         """
         if not any(p.is_meta for p in self.parameters()):
             return False
-        ORDER.note_drawn()
         materialize_(self, torch.initial_seed(), prefix=f"{self.name or type(self).__name__}#{self._number}")
         return True
 

@@ -23,15 +23,9 @@ class _Source:
         self.weight, self.scheme = weight.detach(), scheme
         self.scale = None if scale is None else scale.clone()  # delayed scaling writes its next one over it
         self.amax = amax
-        self.version = weight._version
 
     def quantize(self) -> tuple[Tensor, Tensor, Tensor]:
         """(data, scale_inv, amax)."""
-        if self.weight._version != self.version:
-            raise ValueError(
-                f"A weight of shape {tuple(self.weight.shape)} was changed between its forward and its backward: call backward() before "
-                "the optimizer's step."
-            )
         q = Buffers(*torch.ops.ottava.quantize(self.weight, self.scheme, self.scale, self.amax, False, True))
         return q.columnwise_data, q.columnwise_scale_inv, q.columnwise_amax
 
