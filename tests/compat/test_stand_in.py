@@ -108,7 +108,9 @@ def test_a_recipe_is_available_where_the_gemm_multiplies_it_natively(
         x, weight, grad = (str(Scheme.of(chosen, role)) for role in ("input", "weight", "grad"))
         went.clear()
         for a, b in ((x, weight), (grad, weight), (grad, x)):
-            operands = [(torch.empty(128, 128), torch.empty(Scheme.parse(s).scale_shape(128, 128)), None) for s in (a, b)]
+            operands = [
+                (torch.empty(128, 128), torch.empty(Scheme.parse(s).scale_shape(128, 128)), None) for s in (a, b)
+            ]
             gemm._scaled_mm_cuda(*operands[0], *operands[1], a, b, None, torch.bfloat16, True)
         assert ask() == (went == ["native"] * 3), (capability, chosen, went)
 

@@ -6,20 +6,24 @@ VERSION = "2.20+ottava"
 """The release whose names and defaults Ottava follows; scripts compare versions."""
 
 _MODULES = ("ottava", "ottava.compat.support")
-_QUANTIZATION = ("ottava.compat.support", "ottava", "ottava.recipe")
-_TENSORS = ("ottava.compat.tensors",)
+_QUANTIZERS = "ottava.compat.quantizers"
+_QUANTIZATION = ("ottava.compat.support", "ottava", "ottava.recipe", _QUANTIZERS)
+_TENSORS = ("ottava.compat.tensors", _QUANTIZERS)
 _ATTENTION = ("ottava.attention",)
 
 # Names are looked up from left to right; an Ottava module that does not exist is passed over.
 SOURCES: dict[str, tuple[str, ...]] = {
     "transformer_engine": (),
     "transformer_engine.common": (),
-    "transformer_engine.common.recipe": ("ottava.recipe",),
-    "transformer_engine.pytorch": ("ottava", "ottava.compat.support", "ottava.compat.tensors"),
+    "transformer_engine.common.recipe": ("ottava.recipe", "ottava.compat.custom_recipe"),
+    "transformer_engine.pytorch": ("ottava", "ottava.compat.support", *_TENSORS),
     "transformer_engine.pytorch.attention": _ATTENTION,
     "transformer_engine.pytorch.attention.dot_product_attention": _ATTENTION,
     "transformer_engine.pytorch.attention.multi_head_attention": _ATTENTION,
     "transformer_engine.pytorch.attention.rope": _ATTENTION,
+    "transformer_engine.pytorch.constants": (_QUANTIZERS,),
+    "transformer_engine.pytorch.custom_recipes": (),
+    "transformer_engine.pytorch.custom_recipes.quantizer_factories": (_QUANTIZERS,),
     "transformer_engine.pytorch.distributed": ("ottava.distributed", "ottava"),
     "transformer_engine.pytorch.float8_tensor": _TENSORS,
     "transformer_engine.pytorch.fp8": _QUANTIZATION,
@@ -38,6 +42,8 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "transformer_engine.pytorch.tensor": _TENSORS,
     "transformer_engine.pytorch.tensor.float8_blockwise_tensor": _TENSORS,
     "transformer_engine.pytorch.tensor.float8_tensor": _TENSORS,
+    "transformer_engine.pytorch.tensor.hybrid_tensor": _TENSORS,
+    "transformer_engine.pytorch.tensor.identity_tensor": _TENSORS,
     "transformer_engine.pytorch.tensor.mxfp8_tensor": _TENSORS,
     "transformer_engine.pytorch.tensor.nvfp4_tensor": _TENSORS,
     "transformer_engine.pytorch.tensor.quantized_tensor": _TENSORS,

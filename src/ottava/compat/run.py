@@ -10,6 +10,8 @@ from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 
+from ottava.compat.cuda import answer_for_cpu
+from ottava.compat.seeds import follow_seeds
 from ottava.compat.stand_in import install
 
 USAGE = """usage: python -m ottava.compat SCRIPT [ARGS...]
@@ -57,6 +59,8 @@ def run_script(path: str, arguments: list[str]) -> int:
         return _refuse(f"cannot open {path!r}: {error.strerror}")
     sys.argv[:] = [path, *arguments]
     install()
+    answer_for_cpu()
+    follow_seeds()
     if os.path.isdir(path) or path.endswith((".zip", ".pyz")):
         return _guarded(lambda: runpy.run_path(path, run_name="__main__"))
     if not sys.flags.safe_path:
@@ -67,6 +71,8 @@ def run_script(path: str, arguments: list[str]) -> int:
 def run_module(name: str, arguments: list[str]) -> int:
     """Runs the module `name` as `__main__`, as `python -m` does."""
     install()
+    answer_for_cpu()
+    follow_seeds()
     sys.argv[:] = ["-m", *arguments]
     try:
         found = importlib.util.find_spec(name)

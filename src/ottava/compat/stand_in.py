@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from ottava.compat.names import FOREIGN, INSTEAD, SOURCES, VERSION
+from ottava.compat.tensors import lend_attributes, take_attributes_back
 
 ROOT = "transformer_engine"
 
@@ -108,6 +109,7 @@ def install() -> None:
     for name in _loaded():
         _REPLACED[name] = sys.modules.pop(name)
     sys.meta_path.insert(0, _FINDER)
+    lend_attributes()
     for name in SOURCES:
         importlib.import_module(name)
 
@@ -117,6 +119,7 @@ def uninstall() -> None:
     if _FINDER not in sys.meta_path:
         return
     sys.meta_path.remove(_FINDER)
+    take_attributes_back()
     for name in _loaded():
         del sys.modules[name]
     sys.modules.update(_REPLACED)

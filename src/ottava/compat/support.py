@@ -26,7 +26,9 @@ __all__ = [
     "is_fp8_available",
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
+    "is_non_tn_fp8_gemm_supported",
     "is_nvfp4_available",
+    "torch_version",
 ]
 
 Support = tuple[bool, str]
@@ -104,6 +106,17 @@ def is_bf16_available(return_reason: bool = False) -> bool | Support:
     available = have == (0, 0) or have >= (8, 0)
     reason = "" if available else f"bfloat16 needs compute capability 8.0, got {have[0]}.{have[1]}."
     return (available, reason) if return_reason else available
+
+
+def is_non_tn_fp8_gemm_supported() -> bool:
+    """Whether FP8 products take operands that are not transposed; programs that ask then expect no transposed copies."""
+    have = get_device_compute_capability()
+    return have == (0, 0) or have >= (10, 0)
+
+
+def torch_version() -> tuple[int, ...]:
+    """(major, minor, patch) of torch."""
+    return tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:3] if n.isdigit())
 
 
 def get_default_recipe() -> Recipe:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,10 +12,13 @@ from torch import Tensor, nn
 from ottava import torch_private
 from ottava.kernels.cast import Buffers, operand_amax
 from ottava.nn import weights
+from ottava.nn.columnwise import columnwise_later
+from ottava.nn.construction import ORDER
 from ottava.nn.initialize import materialize_
 from ottava.nn.parallel_module import ParallelModule
 from ottava.nn.stage import Chain, DelayedTensors, Stage, StageTensors
 from ottava.nn.strategy import local
+from ottava.notices import warn_once
 from ottava.quant.delayed import DelayedState
 from ottava.quant.quantization import Quantization
 from ottava.quant.quantizer import FLOAT_DTYPES, check_float, check_tensor
@@ -24,11 +26,10 @@ from ottava.quant.recompute import forward_scale
 from ottava.quant.scheme import Scheme
 from ottava.quant.state import CURRENT
 from ottava.quant.tensor import QuantizedTensor
-from ottava.quant.weight import Weight, as_one_matrix, one_matrix
+from ottava.quant.weight import State, Weight, as_one_matrix, one_matrix
 from ottava.recipe import Recipe
 
 InitMethod = Callable[[Tensor], Any]
-_NUMBERS = itertools.count()  # of modules, in the order of their construction
 
 
 def default_device(device: torch.device | str | None) -> torch.device:
@@ -104,7 +105,7 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
         if self.params_dtype not in FLOAT_DTYPES:
             raise ValueError(f"params_dtype must be float32, bfloat16 or float16, got {self.params_dtype}.")
         self.device_at_init = device
-        self._number = next(_NUMBERS)
+        self._number = ORDER.number()
         self.delayed = DelayedState(stages, device=device)
         self._weight_cache: dict[int, QuantizedTensor] = {}
         self._remember_init()
@@ -123,7 +124,7 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
         """Gives parameters on the meta device memory and first values, also where they are shards; whether there were any.
 
         For scripts that build on the meta device, shard, and then call every module's `reset_parameters`. Numbers are drawn by the
-        order in which modules were constructed, and so are equal on every mesh; `materialize_` draws by name.
+        order in which modules were constructed (`construction.py`), and so are equal on every mesh; `materialize_` draws by name.
         """
         if not any(p.is_meta for p in self.parameters()):
             return False
@@ -287,8 +288,11 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
         weight_scale = scale[3 * index + 1 : 3 * index + 2] if stage.delayed else None  # type: ignore[index]
         check_float(weight, self.describe("weight"))
         amax = None if stage.delayed else shared_weight_amax(stage, weight)
+        later = columnwise and is_first_microbatch is None and self.freed_after_forward(weight)
         q = Buffers(
-            *torch.ops.ottava.quantize(weight.detach(), str(stage.weight), weight_scale, amax, True, columnwise)
+            *torch.ops.ottava.quantize(
+                weight.detach(), str(stage.weight), weight_scale, amax, True, columnwise and not later
+            )
         )
         if stage.delayed and chain.record:
             torch.ops.ottava.record_amax_(self.delayed.fwd_amax_history, q.rowwise_amax, 3 * index + 1, 0)
@@ -297,6 +301,8 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
                 q, stage.weight, weight.shape, weight.dtype, True, columnwise
             )
         row = (q.rowwise_data, q.rowwise_scale_inv, q.rowwise_amax)
+        if later:
+            return *row, *columnwise_later(weight, str(stage.weight), weight_scale, amax)
         return (
             (*row, q.columnwise_data, q.columnwise_scale_inv, q.columnwise_amax)
             if columnwise
@@ -315,6 +321,13 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
         if not self.wgrad_accumulation:
             return None
         parameters = [getattr(self, name) for name in names]
+        if any(isinstance(p, Weight) and p.state is State.GATHERED for p in parameters):
+            # Adding them into `main_grad` would leave out the other ranks'.
+            warn_once(
+                f"ottava: {type(self).__name__}: fuse_wgrad_accumulation=True has no effect on weights that FSDP2 shards: FSDP2 sums their "
+                "gradients over ranks, into `grad` of the sharded parameters."
+            )
+            return None
         for name, parameter in zip(names, parameters, strict=True):
             if getattr(parameter, "main_grad", None) is None:
                 raise ValueError(

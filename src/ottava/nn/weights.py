@@ -64,6 +64,8 @@ class WeightModule(nn.Module):
         """[Note: fused names]: name of the whole -> {parameter: its rows in one process}."""
         self.unsplit: dict[str, dict[str, int]] = {}
         """Parameter -> {name: rows} of the parts that it would be where the module can be split: such entries load, too."""
+        self.gathered_by_fsdp: set[str] = set()
+        """Parameters that FSDP2 has gathered at some time."""
 
     @property
     def gemm_weights(self) -> list[list[str]]:
@@ -162,7 +164,16 @@ class WeightModule(nn.Module):
         if name in self.__dict__.get("fused", ()):
             self._assign_parts(list(self.fused[name]), value.detach())
             return
+        before = self.__dict__.get("_parameters", {}).get(name)
+        if is_dtensor(before) and isinstance(value, nn.Parameter) and not is_dtensor(value):
+            self.gathered_by_fsdp.add(name)  # FSDP2 puts what it has gathered in the place of the shard
         super().__setattr__(name, value)
+
+    def freed_after_forward(self, weight: Tensor) -> bool:
+        """Whether `weight` is a parameter whose memory FSDP2 frees between forward and backward (if it reshards then)."""
+        if torch.compiler.is_compiling():
+            return False
+        return any(weight is self._parameters.get(name) for name in self.gathered_by_fsdp)
 
     @torch.no_grad()
     def _assign_parts(self, names: list[str], value: Tensor) -> None:

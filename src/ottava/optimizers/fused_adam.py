@@ -47,6 +47,7 @@ class FusedAdam(torch.optim.Optimizer):
         exp_avg_dtype, exp_avg_sq_dtype: torch.float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 (uint8: E4M3); float16
             and FP8 moments have one scale a tensor.
         use_decoupled_grad: read `param.decoupled_grad`; a parameter without that attribute, `param.main_grad`; without either, `grad`.
+            (Of a parameter that FSDP2 has sharded, the `grad` that FSDP2 has reduced, if `main_grad` was made before.)
         store_param_remainders: keep 16 bits beside a bf16 parameter instead of a 32-bit master; the two together are the master.
         amsgrad, a master_weight_dtype other than float32: refused.
 
@@ -170,7 +171,7 @@ class FusedAdam(torch.optim.Optimizer):
         if self.options.use_decoupled_grad:
             if hasattr(param, "decoupled_grad"):
                 grad = param.decoupled_grad
-            elif getattr(param, "main_grad", None) is not None:
+            elif getattr(param, "main_grad", None) is not None and not _reduced_by_fsdp(param):
                 grad = param.main_grad
         elif grad is None and getattr(param, "grad_added_to_main_grad", False):
             raise ValueError(
@@ -185,9 +186,10 @@ class FusedAdam(torch.optim.Optimizer):
             )
         if grad.dtype not in FLOAT_DTYPES:
             raise ValueError(f"FusedAdam: a gradient must be float32, bfloat16 or float16, got {grad.dtype}.")
-        if grad.shape != param.shape:
+        if grad.shape != param.shape or local_of(grad).shape != local_of(param).shape:
             raise ValueError(
-                f"FusedAdam: gradient of shape {tuple(grad.shape)} for a parameter of shape {tuple(param.shape)}."
+                f"FusedAdam: gradient of shape {tuple(grad.shape)} for a parameter of shape {tuple(param.shape)}, of which this rank holds "
+                f"{tuple(local_of(param).shape)}."
             )
         return grad
 
@@ -391,6 +393,12 @@ class FusedAdam(torch.optim.Optimizer):
         remainder = torch.empty(local.shape, dtype=torch.int16, device=local.device)
         split_remainder_(saved.float(), local, remainder)
         return remainder
+
+
+def _reduced_by_fsdp(param: Any) -> bool:
+    """Whether the gradient of a sharded parameter is in `grad`, and `main_grad` was made before FSDP2 has sharded it."""
+    sharded, whole = hasattr(param, "to_local"), not hasattr(param.main_grad, "to_local")
+    return sharded and whole and param.grad is not None
 
 
 def _format_of(stored: Tensor, word: str | None, scale_inv: Tensor | None) -> MomentFormat:

@@ -1,0 +1,136 @@
+"""`torch.cuda` where there is no GPU: what scripts call beside naming their device answers for the CPU.
+
+A script that was written for a GPU names its device in strings, and calls functions like `torch.cuda.set_device` and
+`torch.cuda.memory_allocated` that raise, or say 0, without one. Whoever changes the strings need not change the calls. Memory is that of
+this process: what the C library's allocator has handed out, from which torch takes its CPU tensors. `torch.cuda.is_available()` stays
+False.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import platform
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_LOG = logging.getLogger(__name__)
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+class _HeapCounts(ctypes.Structure):
+    """glibc's `struct mallinfo2`; only `uordblks` and `hblkhd` are read."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def _heap_counter() -> Callable[[], int] | None:
+    """Bytes in use of the heap and of what was mapped for itself; None where the C library cannot say."""
+    if platform.system() != "Linux":
+        return None
+    mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo2 is None:
+        return None
+    mallinfo2.restype = _HeapCounts
+
+    def count() -> int:
+        counts = mallinfo2()
+        return int(counts.uordblks + counts.hblkhd)
+
+    return count
+
+
+def _peak_resident_bytes(device: Any = None) -> int:
+    found = re.search(r"^VmHWM:\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def _reset_peak(device: Any = None) -> None:
+    _CLEAR.write_text("5")  # proc(5): resets the peak resident size to the present one
+
+
+class CpuEvent:
+    """`torch.cuda.Event`: work on a CPU is done when its call returns, so an event is a time."""
+
+    def __init__(self, enable_timing: bool = False, **options: Any) -> None:
+        self.time = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        """Now."""
+        self.time = time.perf_counter()
+
+    def elapsed_time(self, end: CpuEvent) -> float:
+        """Milliseconds from this event to `end`."""
+        return 1000 * (end.time - self.time)
+
+    def synchronize(self) -> None:
+        """Nothing is under way."""
+
+    def query(self) -> bool:
+        """Nothing is under way."""
+        return True
+
+
+# Functions of their own, because torch.compile keeps a table by function.
+def _set_device(device: Any) -> None:
+    """There is one."""
+
+
+def _synchronize(device: Any = None) -> None:
+    """Nothing is under way."""
+
+
+def answers() -> dict[str, Any]:
+    """What takes the place of which name of `torch.cuda`."""
+    found: dict[str, Any] = {
+        "set_device": _set_device,
+        "synchronize": _synchronize,
+        "current_device": lambda: 0,
+        "get_device_capability": lambda device=None: (0, 0),
+        "Event": CpuEvent,
+    }
+    count = _heap_counter()
+    if count is not None:
+        found["memory_allocated"] = lambda device=None: count()
+    if _STATUS.exists() and _CLEAR.exists():
+        found |= {"max_memory_allocated": _peak_resident_bytes, "reset_peak_memory_stats": _reset_peak}
+    return found
+
+
+def _shard_on_cpu() -> None:
+    """FSDP1 takes the GPU where it is not told a device, and refuses without one: it takes the CPU."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    original = FullyShardedDataParallel.__init__
+
+    @functools.wraps(original)
+    def on_cpu(self: Any, *args: Any, **options: Any) -> None:
+        if options.get("device_id") is None:
+            options["device_id"] = torch.device("cpu")
+        original(self, *args, **options)
+
+    FullyShardedDataParallel.__init__ = on_cpu  # type: ignore[method-assign]
+
+
+def answer_for_cpu() -> None:
+    """Replaces the functions, for the rest of the process; nothing where there is a GPU."""
+    if torch.cuda.is_available() or torch.cuda.set_device is _set_device:
+        return
+    found = answers()
+    for name, function in found.items():
+        setattr(torch.cuda, name, function)
+    _shard_on_cpu()
+    _LOG.warning("No GPU: %s answer for the CPU.", ", ".join(f"torch.cuda.{name}" for name in found))

@@ -1,0 +1,111 @@
+"""`CustomRecipe(qfactory)`: TransformerEngine's recipe whose quantizers a function chooses, as the Ottava recipe that does the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from ottava.compat.quantizers import (
+    DelayedScalingRequest,
+    HybridQuantizer,
+    IdentityQuantizer,
+    Quantizer,
+    QuantizerRequest,
+    QuantizerRole,
+)
+from ottava.compat.tensors import HYBRID_SCHEMES
+from ottava.quant.scheme import ROLES, Scheme, weight_scheme
+from ottava.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+)
+
+__all__ = ["CustomRecipe"]
+
+_TENSOR_TYPES = dict(zip(ROLES, ("input", "weight", "grad_output")))
+
+
+class _Resolved(type):
+    """Makes `CustomRecipe(...)` give the recipe that it stands for."""
+
+    def __call__(cls, qfactory: Callable, backward_override: str | None = None, **options: Any) -> Recipe:
+        return _resolve(qfactory, backward_override)
+
+
+class CustomRecipe(metaclass=_Resolved):
+    """Asks `qfactory` once, for a linear layer's input, weight and gradient; layers cannot be told apart by their names."""
+
+
+def _resolve(qfactory: Callable, override: str | None) -> Recipe:
+    answers = {role: qfactory(QuantizerRole("linear", kind)) for role, kind in _TENSOR_TYPES.items()}
+    requests = [a for a in answers.values() if isinstance(a, QuantizerRequest)]
+    if requests:
+        return _delayed(answers)
+    for role, answer in answers.items():
+        if not isinstance(answer, Quantizer):
+            raise ValueError(
+                f"CustomRecipe: qfactory answered {type(answer).__name__} for the {_TENSOR_TYPES[role]} of a linear layer; "
+                "a quantizer of transformer_engine.pytorch was expected."
+            )
+    if override is None:
+        override = _backward(answers)
+    hybrid = isinstance(answers["weight"], HybridQuantizer)
+    if override is not None:
+        forward = {r: a.rowwise_quantizer if isinstance(a, HybridQuantizer) else a for r, a in answers.items()}
+        answers = forward | {"grad": None}
+    schemes = {role: None if answer is None else answer.scheme() for role, answer in answers.items()}
+    recipe = _recipe_of(schemes, override)
+    if hybrid:
+        HYBRID_SCHEMES.add(weight_scheme(recipe))
+    return recipe
+
+
+def _delayed(answers: dict[str, Any]) -> DelayedScaling:
+    first = answers["input"]
+    if not isinstance(first, DelayedScalingRequest) or any(a != first for a in answers.values()):
+        raise ValueError("CustomRecipe: qfactory asks for delayed scaling of some tensors only, or in several ways.")
+    return DelayedScaling(**vars(first))
+
+
+def _backward(answers: dict[str, Any]) -> str | None:
+    """What `backward_override` says of quantizers that leave backward unquantized."""
+
+    def identity(role: str) -> bool:
+        columns = getattr(answers[role], "columnwise_quantizer", None)
+        return isinstance(columns, IdentityQuantizer)
+
+    if not (identity("input") and identity("weight") and isinstance(answers["grad"], IdentityQuantizer)):
+        return None
+    sources = {answers[role].columnwise_source for role in ("input", "weight")}
+    return "high_precision" if sources == {"original"} else "dequantized"
+
+
+def _candidates(override: str | None) -> Iterator[Recipe]:
+    for fmt in (Format.HYBRID, Format.E4M3):
+        for power_of_two in (False, True):
+            yield Float8CurrentScaling(power_of_two, fmt, backward_override=override)
+            yield Float8BlockScaling(not power_of_two, fmt, backward_override=override)
+        yield MXFP8BlockScaling(fp8_format=fmt, backward_override=override)
+    for rht in (False, True):
+        for rounding in (False, True):
+            for square in (False, True):
+                yield NVFP4BlockScaling(rht, rounding, square, backward_override=override)
+
+
+def _recipe_of(schemes: dict[str, Scheme | None], override: str | None) -> Recipe:
+    asked = {role: scheme for role, scheme in schemes.items() if not (override is not None and role == "grad")}
+    for recipe in _candidates(override):
+        if all(replace(Scheme.of(recipe, role), from_float32=False) == scheme for role, scheme in asked.items()):
+            return recipe
+    said = ", ".join(f"{_TENSOR_TYPES[role]}: {scheme or 'unquantized'}" for role, scheme in schemes.items())
+    raise ValueError(
+        f"CustomRecipe: no recipe of Ottava's quantizes so ({said}). Those of a DelayedScaling, Float8CurrentScaling, Float8BlockScaling, "
+        "MXFP8BlockScaling or NVFP4BlockScaling are there, with backward quantized alike or not at all; for no quantization at all use "
+        "autocast(enabled=False)."
+    )

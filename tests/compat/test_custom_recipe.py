@@ -1,0 +1,158 @@
+"""TransformerEngine's `CustomRecipe` gives the recipe that quantizes so, or says that there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ottava import compat
+from ottava.quant.scheme import weight_scheme
+from ottava.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
+
+
+@pytest.fixture
+def te() -> Iterator[Any]:
+    with compat.installed():
+        import transformer_engine.pytorch as module
+
+        yield module
+
+
+def custom(te: Any, factory: Any, **options: Any) -> Any:
+    from transformer_engine.common.recipe import CustomRecipe
+
+    return CustomRecipe(qfactory=factory, **options)
+
+
+@pytest.mark.parametrize(
+    "factory, recipe",
+    [
+        ("delayed_scaling_factory", DelayedScaling()),
+        ("current_scaling_factory", Float8CurrentScaling()),
+        ("float8_block_scaling_factory", Float8BlockScaling()),
+        ("mxfp8_factory", MXFP8BlockScaling()),
+        ("nvfp4_factory", NVFP4BlockScaling()),
+    ],
+)
+def test_the_factories_of_its_recipes_give_them(te: Any, factory: str, recipe: Any) -> None:
+    from transformer_engine.pytorch.custom_recipes import quantizer_factories
+
+    assert custom(te, getattr(quantizer_factories, factory)) == recipe
+
+
+def test_a_programs_own_factory_is_asked_by_role(te: Any) -> None:
+    asked = []
+
+    def factory(role: Any) -> Any:
+        asked.append((role.module_type, role.tensor_type))
+        dim = 2 if role.tensor_type == "weight" else 1
+        return te.Float8BlockQuantizer(te.DType.kFloat8E4M3, block_scaling_dim=dim, force_pow_2_scales=False)
+
+    assert custom(te, factory) == Float8BlockScaling(use_f32_scales=True)
+    assert asked == [("linear", "input"), ("linear", "weight"), ("linear", "grad_output")]
+    e4m3 = custom(te, lambda role: te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device="cpu"))
+    assert e4m3 == Float8CurrentScaling(fp8_format=Format.E4M3)
+
+
+def test_two_directions_alike_are_one_recipe_and_its_weights_are_hybrid(te: Any) -> None:
+    from ottava.compat.tensors import HYBRID_SCHEMES
+
+    def factory(role: Any) -> Any:
+        if role.tensor_type == "grad_output":
+            return te.MXFP8Quantizer(te.DType.kFloat8E4M3)
+        one, other = (te.MXFP8Quantizer(fp8_dtype=te.DType.kFloat8E4M3) for _ in range(2))
+        return te.HybridQuantizer(rowwise_quantizer=one, columnwise_quantizer=other)
+
+    recipe = custom(te, factory)
+    try:
+        assert recipe == MXFP8BlockScaling()
+        with te.quantized_model_init(recipe=recipe):
+            hybrid = te.Linear(32, 32, device="cpu").weight
+        with te.quantized_model_init(recipe=Float8BlockScaling()):
+            other = te.Linear(32, 32, device="cpu").weight
+        assert isinstance(hybrid, te.HybridQuantizedTensor) and isinstance(hybrid, te.MXFP8TensorStorage)
+        assert not isinstance(other, te.HybridQuantizedTensor)
+        assert not isinstance(torch.zeros(2), te.HybridQuantizedTensor)
+    finally:
+        HYBRID_SCHEMES.discard(weight_scheme(recipe))
+
+
+@pytest.mark.parametrize("source, override", [("original", "high_precision"), ("rowwise_dequantized", "dequantized")])
+def test_an_unquantized_backward_is_an_override(te: Any, source: str, override: str) -> None:
+    def factory(role: Any) -> Any:
+        if role.tensor_type == "grad_output":
+            return te.IdentityQuantizer()
+        rows = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device="cpu")
+        return te.HybridQuantizer(
+            rowwise_quantizer=rows, columnwise_quantizer=te.IdentityQuantizer(), columnwise_source=source
+        )
+
+    recipe = custom(te, factory)
+    assert isinstance(recipe, Float8CurrentScaling) and recipe.backward_override == override
+
+
+def test_what_no_recipe_does_is_refused_by_name(te: Any) -> None:
+    from transformer_engine.pytorch.custom_recipes.quantizer_factories import (
+        current_scaling_factory,
+        high_precision_factory,
+        mxfp8_factory,
+    )
+
+    def mixed(role: Any) -> Any:
+        return te.HybridQuantizer(
+            rowwise_quantizer=mxfp8_factory(role), columnwise_quantizer=current_scaling_factory(role)
+        )
+
+    with pytest.raises(ValueError, match=r"e4m3:1x32 rowwise and e4m3:tensor columnwise.*both directions alike"):
+        custom(te, mixed)
+    with pytest.raises(ValueError, match=r"weight: unquantized.*autocast\(enabled=False\)"):
+        custom(te, high_precision_factory)
+    with pytest.raises(ValueError, match="no recipe of Ottava's quantizes so"):
+        custom(te, lambda role: mxfp8_factory(role) if role.tensor_type == "weight" else current_scaling_factory(role))
+    with pytest.raises(ValueError, match="qfactory answered NoneType for the input"):
+        custom(te, lambda role: None)
+    with pytest.raises(ValueError, match="one of .*kFloat8E4M3.*got .*kBFloat16"):
+        custom(te, lambda role: te.MXFP8Quantizer(te.DType.kBFloat16))
+
+
+@pytest.mark.strict
+def test_a_custom_recipe_trains_as_the_recipe_that_it_is(te: Any) -> None:
+    from transformer_engine.pytorch.custom_recipes.quantizer_factories import current_scaling_factory
+
+    x = torch.randn(32, 32)
+    outputs = []
+    for recipe in (custom(te, current_scaling_factory), Float8CurrentScaling()):
+        torch.manual_seed(1)
+        layer = te.Linear(32, 32, device="cpu")
+        with te.autocast(recipe=recipe):
+            y = layer(x)
+        y.square().sum().backward()
+        outputs.append((y, layer.weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*outputs))
+
+
+def test_tensors_answer_to_its_attribute_names(te: Any) -> None:
+    import ottava
+
+    with te.quantized_model_init(recipe=Float8CurrentScaling()):
+        weight = te.Linear(32, 64, device="cpu").weight
+    assert weight._data is not None and weight._data.dtype == torch.uint8 and weight._data.shape == (64, 32)
+    assert torch.equal(weight._scale_inv, weight.rowwise_scale_inv)
+    assert weight._rowwise_storage._scale_inv.numel() == weight._columnwise_storage._scale_inv.numel() == 1
+    values = torch.randn(64, 32)
+    weight.quantize_(values)
+    expected = ottava.quantize(values, Float8CurrentScaling(), role="weight")
+    assert torch.equal(weight._data, expected.rowwise_data)
+    compat.uninstall()
+    assert not hasattr(weight, "_data")
+    compat.install()

@@ -1,0 +1,127 @@
+"""What TransformerEngine's FSDP2 programs rely on: gradients of fused accumulation, memory between forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import ottava
+from distributed.ranks import Ranks
+from ottava import recipe
+from ottava.nn.columnwise import LaterTensor
+from ottava.nn.construction import ORDER
+
+RECIPES = [
+    recipe.DelayedScaling(),
+    recipe.Float8CurrentScaling(),
+    recipe.Float8BlockScaling(),
+    recipe.MXFP8BlockScaling(),
+    recipe.NVFP4BlockScaling(),
+]
+
+
+def shard(model: Any, ranks: int = 2) -> Any:
+    mesh = init_device_mesh("cpu", (ranks,))
+    for child in model.children():
+        fully_shard(child, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def two_steps(model: Any, x: Tensor, asked: recipe.Recipe) -> list[Tensor]:
+    """Outputs and input gradients of two steps, the second with new delayed scales, and a weight's gradient."""
+    seen = []
+    for _ in range(2):
+        x.grad = None
+        torch.manual_seed(2)  # of stochastic rounding
+        with ottava.autocast(recipe=asked):
+            y = model(x)
+        y.float().square().sum().backward()
+        assert x.grad is not None
+        seen += [y.detach(), x.grad.clone()]
+    grad = model[0].fc1_weight.grad
+    return [*seen, grad.full_tensor() if hasattr(grad, "full_tensor") else grad]
+
+
+def kept_for_backward(output: Tensor) -> list[Tensor]:
+    """What the modules' autograd functions hold."""
+    found: list[Tensor] = []
+    waiting, done = [output.grad_fn], set()
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in done:
+            continue
+        done.add(node)
+        if "ChainFunction" in type(node).__name__:
+            found += [t for t in node.saved_tensors if t is not None]
+        waiting += [n for n, _ in node.next_functions]
+    return found
+
+
+def gathered_weights() -> None:
+    for asked in RECIPES:
+        results = []
+        for sharded in (False, True):
+            torch.manual_seed(0)
+            layers = [ottava.LayerNormMLP(128, 256, params_dtype=torch.bfloat16, device="cpu") for _ in range(2)]
+            model: Any = torch.nn.Sequential(*layers)
+            model = shard(model) if sharded else model
+            torch.manual_seed(1)
+            x = torch.randn(64, 128, dtype=torch.bfloat16, requires_grad=True)
+            results.append(two_steps(model, x, asked))
+        for one_process, ranks in zip(*results, strict=True):
+            assert torch.equal(one_process, ranks), type(asked).__name__
+        with ottava.autocast(recipe=asked):
+            kept = kept_for_backward(model(x))
+        later = [t for t in kept if isinstance(t, LaterTensor)]
+        held = [t for t in kept if not isinstance(t, LaterTensor) and t.dtype == torch.uint8]
+        packed = 2 if isinstance(asked, recipe.NVFP4BlockScaling) else 1
+        assert len(later) == 2 * 2 * 3 and max(t.numel() for t in later) == 128 * 256 // packed
+        assert all(t.numel() <= 64 * 256 // packed for t in held), "more is held than activations of 64 tokens"
+
+
+def fused_accumulation() -> None:
+    losses = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        ORDER.restart()
+        asked = recipe.Float8CurrentScaling()
+        with ottava.quantized_model_init(recipe=asked):
+            layer = ottava.LayerNormMLP(64, 128, fuse_wgrad_accumulation=fused, device="meta")
+        if fused:
+            for parameter in layer.parameters():
+                parameter.main_grad = torch.zeros(parameter.shape)
+        before = {name: vars(p).get("main_grad") for name, p in layer.named_parameters()}
+        model = shard(torch.nn.Sequential(layer))
+        model[0].reset_parameters()
+        if fused:
+            for name, parameter in model[0].named_parameters():
+                parameter.main_grad = before[name]
+        optimizer = ottava.optimizers.FusedAdam(
+            model.parameters(), lr=1e-3, master_weights=True, use_decoupled_grad=fused
+        )
+        torch.manual_seed(1)
+        x = torch.randn(32, 64)
+        steps = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            with ottava.autocast(recipe=asked):
+                loss = (model(x) - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            steps.append(loss.item())
+        losses.append(steps)
+    assert losses[0] == losses[1] and losses[0][2] < losses[0][0], losses
+
+
+def all_cases() -> None:
+    gathered_weights()
+    fused_accumulation()
+
+
+def test_fsdp2_frees_weights_between_forward_and_backward_and_reduces_fused_gradients() -> None:
+    with Ranks(2) as ranks:
+        ranks.run(all_cases, timeout=200)
