@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ottava import recipe
 from ottava.distributed import ParallelPlan
-from ottava.distributed.memory import RankMemory, estimate
 from ottava.models.llama import Llama, LlamaConfig
+from ottava.plan import RankMemory, estimate
 
 RECIPES: dict[str, recipe.Recipe | None] = {
     "none": None,

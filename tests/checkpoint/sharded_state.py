@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from ottava.checkpoint import Piece
+from ottava.checkpoint import Part
 
 Mesh = tuple[tuple[int, ...], tuple[str, ...]]
 """(shape, names)"""
@@ -22,7 +22,7 @@ MESHES: dict[str, Mesh] = {
     "(1,4)": ((1, 4), ("dp", "tp")),
     "hsdp (2,1,2)": ((2, 1, 2), ("dp_replicate", "dp", "tp")),
 }
-GATED = "gated"  # the tensor whose local rows are [gate; up], see `gated_pieces`
+GATED = "gated"  # the tensor whose local rows are [gate; up], see `with_parts`
 
 
 def canonical() -> dict[str, Tensor]:
@@ -88,18 +88,15 @@ def _canonical_order(tensor: Tensor, tp: int) -> Tensor:
     return tensor.unflatten(0, (tp, 2, -1)).transpose(0, 1).flatten(0, 2)
 
 
-def gated_pieces(name: str, tensor: Tensor) -> list[Piece]:
-    """`Pieces` of a state of `sharded`."""
-    from ottava.checkpoint import one_piece
-
-    if name.split(".")[-1] != GATED or not isinstance(tensor, DTensor):
-        return one_piece(name, tensor)
-    rows, width = tensor.to_local().shape
-    half, first = rows // 2, tensor.device_mesh["tp"].get_local_rank() * (rows // 2)
-    return [
-        Piece((slice(0, half),), (first, 0), (half, width)),
-        Piece((slice(half, rows),), (tensor.shape[0] // 2 + first, 0), (half, width)),
-    ]
+def with_parts(state: dict[str, Tensor]) -> dict[str, Any]:
+    """A state of `sharded` in which the tensor with permuted rows says where they lie."""
+    tensor = state[GATED]
+    if not isinstance(tensor, DTensor):
+        return state
+    local = tensor.to_local()
+    half, first = local.shape[0] // 2, tensor.device_mesh["tp"].get_local_rank() * (local.shape[0] // 2)
+    views = (((first, 0), local[:half]), ((tensor.shape[0] // 2 + first, 0), local[half:]))
+    return {**state, GATED: Part(tuple(tensor.shape), tensor.dtype, views)}
 
 
 def mesh_of(name: str) -> DeviceMesh:

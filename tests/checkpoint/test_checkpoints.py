@@ -20,8 +20,7 @@ from torch import nn
 
 import ottava
 from ottava.checkpoint import CheckpointError, Checkpoints, Relaxed, StopSignal, ls, verify
-from ottava.checkpoint import boxes as boxes_module
-from ottava.checkpoint.boxes import Piece, tiling_problem
+from ottava.checkpoint.boxes import tiling_problem
 from ottava.checkpoint.flat import flatten
 from ottava.checkpoint.metadata import decode
 from ottava.checkpoint.save import Save
@@ -349,19 +348,6 @@ def test_ottava_checkpoint_is_transformer_engines_function_and_the_package_in_an
 def test_tilings(shape: Any, boxes: Any, problem: str | None) -> None:
     found = tiling_problem(shape, boxes)
     assert found is None if problem is None else found is not None and problem in found
-
-
-@pytest.mark.parametrize(
-    "piece, text",
-    [
-        (Piece((slice(0, 2),), (3, 0), (2, 3)), "outside"),
-        (Piece((slice(0, 3),), (0, 0), (2, 3)), "of the local"),
-        (Piece((slice(0, 2),), (0, 0), (2, 3)), "6 of 12 local elements"),
-    ],
-)
-def test_pieces_that_do_not_fit(piece: Piece, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        boxes_module.pieces_of("w", torch.zeros(4, 3), lambda name, tensor: [piece])
 
 
 def test_a_large_box_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,10 +18,10 @@ from checkpoint.sharded_state import (
     canonical,
     fsdp_model,
     fsdp_state,
-    gated_pieces,
     gathered,
     mesh_of,
     sharded,
+    with_parts,
 )
 from distributed.ranks import Ranks
 from ottava.checkpoint import Checkpoints, Relaxed, verify
@@ -34,8 +34,8 @@ def differences(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str
 def save_on_every_mesh(root: str) -> list[str]:
     for i, name in enumerate(MESHES):
         mesh = mesh_of(name)
-        with Checkpoints(root, keep_last=0, pieces=gated_pieces, config={"mesh": name}) as checkpoints:
-            checkpoints.save(i, {"model": sharded(mesh, fill=True), "lr": 0.125, "order": [3, 1]})
+        with Checkpoints(root, keep_last=0, config={"mesh": name}) as checkpoints:
+            checkpoints.save(i, {"model": with_parts(sharded(mesh, fill=True)), "lr": 0.125, "order": [3, 1]})
     return list(MESHES)
 
 
@@ -44,9 +44,11 @@ def load_on_every_mesh(root: str, steps: int) -> list[Any]:
     for name in MESHES:
         mesh = mesh_of(name)
         for step in range(steps):
-            state: dict[str, Any] = {"model": sharded(mesh, fill=False), "lr": 0.0, "order": [0]}
-            with Checkpoints(root, pieces=gated_pieces) as checkpoints:
+            model = sharded(mesh, fill=False)
+            state: dict[str, Any] = {"model": with_parts(model), "lr": 0.0, "order": [0]}
+            with Checkpoints(root) as checkpoints:
                 loaded = checkpoints.load(state, step)
+            state["model"] = model
             assert loaded is not None and (state["lr"], state["order"]) == (0.125, [3, 1])
             problems += [(name, step, n) for n in differences(gathered(state["model"], mesh), canonical())]
             # a reader that we did not write; it knows nothing of the permuted rows
@@ -97,14 +99,16 @@ def _full(tree: Any, prefix: str = "") -> dict[str, Tensor]:
 def async_saves(root: str) -> list[str]:
     mesh = mesh_of("(2,2)")
     state = sharded(mesh, fill=True)
-    with Checkpoints(root, keep_last=2, pieces=gated_pieces) as checkpoints:
+    with Checkpoints(root, keep_last=2) as checkpoints:
         for step in (1, 2, 3):
-            checkpoints.save_async(step, {"model": state, "step": step})
+            checkpoints.save_async(step, {"model": with_parts(state), "step": step})
             for tensor in state.values():
                 (tensor.to_local() if isinstance(tensor, DTensor) else tensor).add_(1)  # training goes on at once
-    with Checkpoints(root, pieces=gated_pieces) as checkpoints:
-        back = {"model": sharded(mesh, fill=False), "step": 0}
+    with Checkpoints(root) as checkpoints:
+        model = sharded(mesh, fill=False)
+        back: dict[str, Any] = {"model": with_parts(model), "step": 0}
         checkpoints.load(back, 2)
+        back["model"] = model
     wanted = {n: t.add(1) for n, t in canonical().items()}
     return [*differences(gathered(back["model"], mesh), wanted), *([] if back["step"] == 2 else ["step"])]
 

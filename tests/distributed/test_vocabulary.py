@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from distributed.vocab_ranks import run_ranks
-from ottava.distributed import cross_entropy, vocabulary
+from ottava.distributed import vocabulary
 from ottava.distributed.vocabulary import VocabParallelEmbedding, VocabParallelHead, vocab_parallel_cross_entropy
+from ottava.kernels import cross_entropy as chunks
 from ottava.nn.initialize import materialize_
 
 WORLD, SIZES = 4, (2, 4)
@@ -242,7 +243,7 @@ def test_logits_of_minus_infinity_are_never_chosen() -> None:
 def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, targets, options = loss_inputs("all")
     whole = loss_and_grad(logits, targets, None, options)
-    monkeypatch.setitem(cross_entropy.CHUNK, "cpu", 5 * WIDTH)
+    monkeypatch.setitem(chunks.CHUNK, "cpu", 5 * WIDTH)
     parts = loss_and_grad(logits, targets, None, options)
     assert all(torch.equal(a, b) for a, b in zip(whole, parts))
 

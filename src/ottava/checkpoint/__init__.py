@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from ottava.distributed.recompute import checkpoint as _recompute
 
 if TYPE_CHECKING:
-    from ottava.checkpoint.boxes import Part, Piece, Pieces, one_piece
+    from ottava.checkpoint.boxes import Part
     from ottava.checkpoint.checkpoints import Checkpoints
     from ottava.checkpoint.errors import CheckpointError, InvalidCheckpoint, NoUsableCheckpoint, Rejected
     from ottava.checkpoint.inspect import Row, ls, newest, verify
@@ -45,9 +45,6 @@ __all__ = [
     "NoUsableCheckpoint",
     "Rejected",
     "Part",
-    "Piece",
-    "Pieces",
-    "one_piece",
     "StopSignal",
     "EXIT_CODE",
     "Row",
@@ -60,7 +57,7 @@ __all__ = [
 
 # Where the names live: imported when they are asked for.
 _HOMES = {
-    **dict.fromkeys(("Part", "Piece", "Pieces", "one_piece"), "boxes"),
+    "Part": "boxes",
     "Checkpoints": "checkpoints",
     **dict.fromkeys(("CheckpointError", "InvalidCheckpoint", "NoUsableCheckpoint", "Rejected"), "errors"),
     **dict.fromkeys(("Row", "ls", "newest", "verify"), "inspect"),

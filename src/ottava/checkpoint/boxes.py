@@ -6,7 +6,7 @@ A box is (offset, shape) in the canonical tensor, the one that a single process 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,28 +18,6 @@ from ottava import torch_private
 Index = tuple[int, ...]
 Box = tuple[Index, Index]
 """(offset, shape)"""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One box of a rank's local tensor: `local_tensor[local]` is the canonical tensor's box (offset, shape)."""
-
-    local: tuple[slice, ...]
-    offset: Index
-    shape: Index
-
-
-Pieces = Callable[[str, Tensor], list[Piece]]
-"""(name, tensor) -> the boxes that this rank's part of `tensor` is made of.
-
-`one_piece` is right wherever a rank's rows follow each other in the canonical tensor. A layout in which they do not, says so here:
-
-    >>> def gate_and_up(name, tensor):            # this rank: [gate rows; up rows] of a weight whose canonical order is all gates, all ups
-    ...     half, rank = tensor.to_local().shape[0] // 2, tensor.device_mesh.get_local_rank()
-    ...     columns, up = tensor.shape[1], tensor.shape[0] // 2
-    ...     return [Piece((slice(0, half),), (rank * half, 0), (half, columns)),
-    ...             Piece((slice(half, 2 * half),), (up + rank * half, 0), (half, columns))]
-"""
 
 
 @dataclass(frozen=True)
@@ -71,7 +49,7 @@ class Part:
     """Where it is looked for if it is not there by its own name. (`Former.name` begins as the entry's name does.)"""
 
 
-def part_of(name: str, leaf: Tensor | Part, pieces: Pieces) -> Part:
+def part_of(name: str, leaf: Tensor | Part) -> Part:
     """What this rank holds of an entry of a state, checked; boxes without elements are left out (not if the whole has none)."""
     if isinstance(leaf, Part):
         for offset, view in leaf.views:
@@ -83,17 +61,13 @@ def part_of(name: str, leaf: Tensor | Part, pieces: Pieces) -> Part:
         views = tuple((o, v.detach()) for o, v in leaf.views if v.numel() or not math.prod(leaf.shape))
         return replace(leaf, views=views)
     local = local_part(name, leaf)
-    found = pieces_of(name, leaf, pieces)
-    return Part(tuple(leaf.shape), leaf.dtype, tuple((p.offset, local[p.local].view(p.shape)) for p in found))
-
-
-def one_piece(name: str, tensor: Tensor) -> list[Piece]:
-    """The whole of a plain tensor; of a DTensor the box that torch says this rank holds."""
-    if isinstance(tensor, DTensor):
-        shape, offset = torch_private.local_box(tensor)
-    else:
-        shape, offset = tuple(tensor.shape), (0,) * tensor.dim()
-    return [Piece(tuple(slice(0, n) for n in shape), offset, shape)]
+    shape, offset = (
+        torch_private.local_box(leaf) if isinstance(leaf, DTensor) else (tuple(leaf.shape), (0,) * leaf.dim())
+    )
+    views = ((offset, local),) if local.numel() or not leaf.numel() else ()
+    if tuple(local.shape) != shape:
+        raise ValueError(f"{name}: this rank holds {tuple(local.shape)} of it, where its placements say {shape}.")
+    return Part(tuple(leaf.shape), leaf.dtype, views)
 
 
 def local_part(name: str, tensor: Tensor) -> Tensor:
@@ -112,24 +86,6 @@ def local_part(name: str, tensor: Tensor) -> Tensor:
             f"{name}: expected a dense tensor with data, got layout {local.layout} on device {local.device}."
         )
     return local.detach()
-
-
-def pieces_of(name: str, tensor: Tensor, pieces: Pieces) -> list[Piece]:
-    """The pieces that have elements (all, where the whole tensor has none), checked: each fits its local part and the tensor."""
-    local, found = local_part(name, tensor), pieces(name, tensor)
-    for piece in found:
-        if not inside((piece.offset, piece.shape), tuple(tensor.shape)):
-            raise ValueError(f"{name}: piece {piece} lies outside of shape {tuple(tensor.shape)}.")
-        if math.prod(piece.shape) and tuple(local[piece.local].shape) != piece.shape:
-            raise ValueError(
-                f"{name}: piece {piece} is {tuple(local[piece.local].shape)} of the local {tuple(local.shape)}."
-            )
-    kept = [p for p in found if math.prod(p.shape) or not tensor.numel()]
-    if sum(math.prod(p.shape) for p in kept) != local.numel():
-        raise ValueError(
-            f"{name}: the pieces have {sum(math.prod(p.shape) for p in kept)} of {local.numel()} local elements."
-        )
-    return kept
 
 
 def inside(box: Box, shape: Index) -> bool:

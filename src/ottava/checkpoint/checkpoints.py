@@ -9,7 +9,6 @@ from typing import Any
 from torch.optim import Optimizer
 
 from ottava.checkpoint.background import Background
-from ottava.checkpoint.boxes import Pieces, one_piece
 from ottava.checkpoint.digest import algorithm
 from ottava.checkpoint.load import Loaded, Relaxed, load
 from ottava.checkpoint.save import Save, SaveOptions, no_hook
@@ -33,7 +32,7 @@ class Checkpoints:
     root: directory of this run's checkpoints, or a URL that `fsspec` knows, seen by all ranks; one run may use it at a time.
     keep_last: newest checkpoints that stay (0: all). keep_every: steps that are multiples of it stay too (0: none).
     hash: "xxh3_128" (the default where `xxhash` is installed), "blake3", "blake2b" (the default otherwise) or "sha256".
-    config: the resolved configuration, which is kept with each checkpoint. pieces: see `boxes.Pieces`.
+    config: the resolved configuration, which is kept with each checkpoint.
     timeout: seconds that a rank waits for the others; it has to cover the slowest rank's writing. hook: for tests.
     """
 
@@ -45,7 +44,6 @@ class Checkpoints:
         keep_every: int = 0,
         hash: str | None = None,
         config: Mapping[str, Any] | None = None,
-        pieces: Pieces = one_piece,
         timeout: float = 1800.0,
         hook: Callable[[str], None] = no_hook,
     ) -> None:
@@ -53,11 +51,11 @@ class Checkpoints:
             raise ValueError(
                 f"keep_last={keep_last}, keep_every={keep_every}: expected numbers from 0 (0: no limit, and none)."
             )
-        self.storage, self.pieces = storage_at(root), pieces
+        self.storage = storage_at(root)
         self.team = Team(timeout)
         self.last_saved: int | None = None
         """The last step that was committed or loaded."""
-        self._options = SaveOptions(algorithm(hash), keep_last, keep_every, pieces, config, hook)
+        self._options = SaveOptions(algorithm(hash), keep_last, keep_every, config, hook)
         self._background = Background(Team(timeout))
 
     def save(self, step: int, state: Mapping[str, Any]) -> Location:
@@ -107,7 +105,7 @@ class Checkpoints:
         verifies, ValueError with the keys if state and checkpoint differ in a way that `relaxed` does not allow.
         """
         self.wait()
-        loaded = load(self.team, self.storage, state, which, self.pieces, relaxed)
+        loaded = load(self.team, self.storage, state, which, relaxed)
         self.last_saved = loaded.step if loaded else self.last_saved
         return loaded
 

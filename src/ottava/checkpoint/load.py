@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ottava.checkpoint import metadata
 from ottava.checkpoint.archive import find_data
-from ottava.checkpoint.boxes import Part, Pieces, overlap, part_of, within
+from ottava.checkpoint.boxes import Part, overlap, part_of, within
 from ottava.checkpoint.errors import InvalidCheckpoint, NoUsableCheckpoint, Rejected, joined, listed
 from ottava.checkpoint.flat import Flat, assign, flatten
 from ottava.checkpoint.manifest import Manifest, check_digest, check_sizes, read_json, read_manifest, read_small
@@ -85,9 +85,7 @@ class Read:
     position: int
 
 
-def load(
-    team: Team, storage: Storage, state: Any, which: Location | int, pieces: Pieces, relaxed: Relaxed
-) -> Loaded | None:
+def load(team: Team, storage: Storage, state: Any, which: Location | int, relaxed: Relaxed) -> Loaded | None:
     """See `Checkpoints.load`."""
     flat = Flat({}, {}, {})
 
@@ -111,7 +109,7 @@ def load(
             assert opened is not None
             named = as_stored(flat, opened)
             wanted = _compare(team, what, opened, named, relaxed)
-            reads, failures = team.attempt(what, lambda: plan_reads(opened, named, wanted, pieces))  # noqa: B023
+            reads, failures = team.attempt(what, lambda: plan_reads(opened, named, wanted))  # noqa: B023
         if failures:
             rejected.append(Rejected(str(folder.path), joined(failures, team.size)))
             continue
@@ -244,7 +242,7 @@ def _allowed(name: str, allow: Allow) -> bool:
 # ---------------------------------------------------------------------------------------------------------- reading
 
 
-def plan_reads(opened: Opened, flat: Flat, wanted: set[str], pieces: Pieces) -> list[Read]:
+def plan_reads(opened: Opened, flat: Flat, wanted: set[str]) -> list[Read]:
     """What this rank reads. InvalidCheckpoint if an archive is not what the index says, or an element is stored nowhere."""
     reads: list[Read] = []
     with ExitStack() as stack:
@@ -254,7 +252,7 @@ def plan_reads(opened: Opened, flat: Flat, wanted: set[str], pieces: Pieces) -> 
             if name not in wanted:
                 continue
             entry = opened.entries[name]
-            for offset, target in part_of(name, tensor, pieces).views:
+            for offset, target in part_of(name, tensor).views:
                 box, covered = (offset, tuple(target.shape)), 0
                 for chunk in entry.chunks:
                     common = overlap(box, chunk.box)

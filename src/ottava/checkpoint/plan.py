@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ottava.checkpoint.boxes import Box, Index, Pieces, part_of, tiling_problem
+from ottava.checkpoint.boxes import Box, Index, part_of, tiling_problem
 from ottava.checkpoint.errors import listed
 from ottava.checkpoint.flat import Flat, Path
 
@@ -52,11 +52,11 @@ class SavePlan:
     """By rank, in the order of writing."""
 
 
-def offer(flat: Flat, pieces: Pieces) -> Offer:
+def offer(flat: Flat) -> Offer:
     """This rank's offer."""
     tensors, meshes = {}, []
     for name, tensor in flat.tensors.items():
-        part = part_of(name, tensor, pieces)
+        part = part_of(name, tensor)
         if part.writes:
             boxes = tuple((offset, tuple(view.shape)) for offset, view in part.views)
             tensors[name] = Held(part.dtype, part.shape, boxes)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ottava.checkpoint.boxes import Box, Part, one_piece
+from ottava.checkpoint.boxes import Box, Part
 from ottava.checkpoint.flat import Flat
 from ottava.checkpoint.load import open_checkpoint, plan_reads, read_all
 from ottava.checkpoint.manifest import Manifest
@@ -55,5 +55,5 @@ class Reader:
         offset, shape = box or ((0,) * len(entry.shape), entry.shape)
         tensor = torch.empty(shape, dtype=entry.dtype)
         flat = Flat({name: Part(entry.shape, entry.dtype, ((offset, tensor),))}, {}, {})
-        read_all(self._opened.folder, plan_reads(self._opened, flat, {name}, one_piece))
+        read_all(self._opened.folder, plan_reads(self._opened, flat, {name}))
         return tensor

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ottava.checkpoint.boxes import Box, Pieces, one_piece, part_of
+from ottava.checkpoint.boxes import Box, part_of
 from ottava.checkpoint.errors import CheckpointError
 from ottava.checkpoint.files import About, Written, check_shards, encode_state, seal, write_shard
 from ottava.checkpoint.flat import Flat, flatten
@@ -44,7 +44,6 @@ class SaveOptions:
     """Algorithm of the files' digests (digest.py)."""
     keep_last: int = 0
     keep_every: int = 0
-    pieces: Pieces = one_piece
     config: Mapping[str, Any] | None = None
     hook: Callable[[str], None] = no_hook
     """Called with the name of each phase as it begins. Tests end the process there."""
@@ -78,7 +77,7 @@ class Save:
             if type(step) is not int or not 0 <= step < 10**18:
                 raise ValueError(f"step={step!r}: expected an integer from 0.")
             flat = flatten(state)
-            return step, offer(flat, options.pieces)
+            return step, offer(flat)
 
         def combine(parts: list[tuple[int, Offer]]) -> list[tuple[str, list[Item]]]:
             if len(steps := sorted({s for s, _ in parts})) > 1:
@@ -90,7 +89,7 @@ class Save:
 
         name, save._items = team.agree(save._what, work, combine, scatter=True)
         save.folder = storage.folder(name)
-        save._sources = _sources(save._items, flat, options.pieces)
+        save._sources = _sources(save._items, flat)
         return save
 
     def stage(self, buffers: dict[Item, Tensor], later: frozenset[int] = frozenset()) -> None:
@@ -185,11 +184,11 @@ class Save:
         return published.name
 
 
-def _sources(items: Sequence[Item], flat: Flat, pieces: Pieces) -> dict[Item, Tensor]:
+def _sources(items: Sequence[Item], flat: Flat) -> dict[Item, Tensor]:
     """The part of the caller's tensor that each item is: views, no copies."""
     boxes: dict[str, dict[Box, Tensor]] = {}
     for name in {name for name, _ in items}:
-        part = part_of(name, flat.tensors[name], pieces)
+        part = part_of(name, flat.tensors[name])
         boxes[name] = {(offset, tuple(view.shape)): view for offset, view in part.views}
     return {(name, box): boxes[name][box] for name, box in items}
 

@@ -8,15 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from ottava.distributed.collectives import all_reduce, all_reduce_max, process_group, rank_of, readable, size_of
-from ottava.kernels.fixed_order import LEAF
+from ottava.kernels.cross_entropy import fill_gradient_, fill_row_sums_, fixed_sum
 
-# Elements of logits that are worked on in float32 at a time: 4 MiB stay in a CPU's cache, 128 MiB keep a GPU busy.
-CHUNK = {"cpu": 2**20, "cuda": 2**25}
 REDUCTIONS = ("mean", "sum", "none")
 
 
@@ -61,7 +59,7 @@ def vocab_parallel_cross_entropy(
     losses = _CrossEntropy.apply(rows, flat, ignored, wrong, group, first, vocabulary, label_smoothing, z_loss)
     if reduction == "none":
         return losses.reshape(targets.shape)
-    total_loss = _fixed_sum(losses)
+    total_loss = fixed_sum(losses)
     return total_loss if reduction == "sum" else total_loss / (~ignored).sum().clamp(min=1)
 
 
@@ -89,29 +87,6 @@ def _check_loss(logits: Tensor, targets: Tensor, reduction: str, smoothing: floa
         raise ValueError(f"label_smoothing must be between 0 and 1, got {smoothing}.")
     if not 0 < vocabulary <= total:
         raise ValueError(f"vocabulary_size must be between 1 and the {total} logits of all ranks, got {vocabulary}.")
-
-
-def _fixed_sum(x: Tensor) -> Tensor:
-    """Sum of a vector. torch cuts a sum with ONE result by the number of threads, so two results are taken and added."""
-    halves = nn.functional.pad(x, (0, x.numel() % 2)).view(2, -1).sum(dim=1)
-    return halves[0] + halves[1]
-
-
-def _row_sums(x: Tensor) -> Tensor:
-    """[r, c] -> [r]: by halves of the columns, as ranks add their parts (`kernels/fixed_order.py`), for any number of threads."""
-    width, parts = x.shape[1], 1
-    while width > LEAF and width % 2 == 0:
-        width, parts = width // 2, parts * 2
-    sums = x.reshape(x.shape[0] * parts, width).sum(dim=1) if x.shape[0] * parts > 1 else _fixed_sum(x[0])[None]
-    sums = sums.view(-1, parts)
-    while sums.shape[1] > 1:
-        sums = sums[:, 0::2] + sums[:, 1::2]
-    return sums[:, 0]
-
-
-def _chunks(logits: Tensor) -> list[slice]:
-    rows = max(CHUNK.get(logits.device.type, CHUNK["cpu"]) // max(logits.shape[1], 1), 1)
-    return [slice(i, min(i + rows, logits.shape[0])) for i in range(0, logits.shape[0], rows)]
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -146,14 +121,7 @@ class _CrossEntropy(torch.autograd.Function):
         maximum = all_reduce_max(maximum, group)
         # Sum of exponents, shifted target logit, and with smoothing the sum of shifted logits: one collective for all.
         parts = maximum.new_zeros(3 if smoothing else 2, maximum.numel())
-        for rows in _chunks(logits[:, :real]):
-            shifted = logits[rows, :real].to(wide, copy=True).sub_(maximum[rows, None])
-            if real:
-                target = shifted.gather(1, index[rows, None])[:, 0]
-                parts[1, rows] = target.masked_fill(~mine[rows], 0.0)
-            if smoothing:
-                parts[2, rows] = _row_sums(shifted)
-            parts[0, rows] = _row_sums(shifted.exp_())
+        fill_row_sums_(parts, logits[:, :real], maximum, index, mine)
         parts = all_reduce(parts.t().contiguous(), group).t()
         log_sum = parts[0].log()
         loss = log_sum - parts[1]
@@ -176,15 +144,8 @@ class _CrossEntropy(torch.autograd.Function):
         if ctx.z_loss:
             factor = factor * (1.0 + 2.0 * ctx.z_loss * (maximum + total.log()))
         at_target = (grad * (1.0 - ctx.smoothing)).masked_fill(~mine, 0.0)
-        for rows in _chunks(logits[:, :real]):
-            p = logits[rows, :real].to(maximum.dtype, copy=True).sub_(maximum[rows, None]).exp_()
-            p.mul_(factor[rows, None])
-            if ctx.smoothing:
-                p.sub_((grad[rows] * (ctx.smoothing / ctx.vocabulary))[:, None])
-            if real:
-                where = index[rows, None]
-                p.scatter_(1, where, p.gather(1, where) - at_target[rows, None])
-            out[rows, :real] = p
+        everywhere = grad * (ctx.smoothing / ctx.vocabulary) if ctx.smoothing else None
+        fill_gradient_(out[:, :real], logits[:, :real], maximum, factor, index, at_target, everywhere)
         # Written, not multiplied by 0: a row that is ignored may hold NaN, as attention gives for a padding token.
         out.masked_fill_(ignored[:, None], 0.0)
         return out, None, None, None, None, None, None, None, None

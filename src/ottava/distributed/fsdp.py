@@ -97,7 +97,7 @@ def shard_model(
         if block is not model:
             fully_shard(block, **options)
     fully_shard(model, **options)
-    if mesh.device_type == "cpu":
+    if mesh.device_type == "cpu" and torch.distributed.get_backend(mesh.get_group(mesh.ndim - 1)) != "fake":
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_custom_reduce_scatter(FixedOrderReduceScatter())  # type: ignore[arg-type]

@@ -161,7 +161,7 @@ def prefetch_blocks(blocks: Iterable[nn.Module], count: int) -> None:
 def shard_fsdp2(
     model: nn.Module, plan: ParallelPlan, meshes: Meshes, recipe: Recipe | None, blocks: list[nn.Module]
 ) -> None:
-    """`shard_model` and `prefetch_blocks` with what the plan says; `memory.estimate` measures the same.
+    """`shard_model` and `prefetch_blocks` with what the plan says; `ottava.plan.estimate` measures the same.
 
     >>> shard_fsdp2(model, plan, plan.meshes(), recipe.Float8CurrentScaling(), list(model.layers))
     """

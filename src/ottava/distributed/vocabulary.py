@@ -52,15 +52,16 @@ class _VocabularySplit(nn.Module):
         self,
         num_embeddings: int,
         hidden_size: int,
-        group: Any,
-        weight: nn.Parameter | None,
-        pad_to_multiple: int,
-        sequence_parallel: bool,
-        sequence_dim: int,
-        params_dtype: torch.dtype | None,
-        device: torch.device | str | None,
-        init_method: InitMethod | None,
-        name: str | None,
+        group: Any = None,
+        pad_to_multiple: int = 1,
+        sequence_parallel: bool = False,
+        sequence_dim: int = 0,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        init_method: InitMethod | None = None,
+        name: str | None = None,
+        *,
+        weight: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
         if num_embeddings < 1 or pad_to_multiple < 1:
@@ -208,24 +209,6 @@ class VocabParallelEmbedding(_VocabularySplit):
         torch.Size([1, 2, 256])
     """
 
-    def __init__(
-        self,
-        num_embeddings: int,
-        hidden_size: int,
-        group: Any = None,
-        pad_to_multiple: int = 1,
-        sequence_parallel: bool = False,
-        sequence_dim: int = 0,
-        params_dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        init_method: InitMethod | None = None,
-        name: str | None = None,
-    ) -> None:
-        super().__init__(
-            num_embeddings, hidden_size, group, None, pad_to_multiple, sequence_parallel, sequence_dim,
-            params_dtype, device, init_method, name,
-        )  # fmt: skip
-
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [...] integers in [0, num_embeddings) -> [..., h]. On a GPU a token outside gives NaN instead of an error."""
         if tokens.is_floating_point() or tokens.dtype == torch.bool:
@@ -277,25 +260,6 @@ class VocabParallelHead(_VocabularySplit):
         >>> head(torch.randn(2, 8, 64)).shape  # [2, 8, V/tp]
         torch.Size([2, 8, 1024])
     """
-
-    def __init__(
-        self,
-        num_embeddings: int,
-        hidden_size: int,
-        group: Any = None,
-        weight: nn.Parameter | None = None,
-        pad_to_multiple: int = 1,
-        sequence_parallel: bool = False,
-        sequence_dim: int = 0,
-        params_dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        init_method: InitMethod | None = None,
-        name: str | None = None,
-    ) -> None:
-        super().__init__(
-            num_embeddings, hidden_size, group, weight, pad_to_multiple, sequence_parallel, sequence_dim,
-            params_dtype, device, init_method, name,
-        )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., h] -> [..., V/tp] in the dtype of x."""

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ottava import torch_private
@@ -33,10 +32,6 @@ from ottava.quant.weight import Weight
 from ottava.recipe import Recipe
 
 __all__ = ["RankMemory", "estimate"]
-
-_REDUCE_SCATTER: Any = (
-    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-)  # as in collectives.py
 
 
 @dataclass(frozen=True)
@@ -146,21 +141,6 @@ def _spread(model: nn.Module, plan: ParallelPlan, recipe: Recipe | None) -> None
         split_tensors(model, meshes.tp, meshes.weight, sequence_parallel=plan.sequence_parallel)
     apply_recompute(model, plan.recompute, blocks or None)
     shard_fsdp2(model, plan, meshes, recipe, blocks)
-    for module in model.modules():
-        if isinstance(
-            module, FSDPModule
-        ):  # CPUs sum in an order of their own, which takes memory that GPUs do not need
-            module.set_custom_reduce_scatter(_PlainReduceScatter())  # type: ignore[arg-type]
-
-
-class _PlainReduceScatter:
-    """The process group's own."""
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        return _REDUCE_SCATTER(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 def _sorted_out(ranks: int, held: dict[str, int], peak: dict[str, int]) -> RankMemory:

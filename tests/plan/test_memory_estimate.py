@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ottava import recipe
 from ottava.distributed import ParallelPlan
-from ottava.distributed.memory import RankMemory, estimate
 from ottava.models.llama import Llama, LlamaConfig
+from ottava.plan import RankMemory, estimate
 
 CONFIG = LlamaConfig(1024, 512, 1024, layers=2, heads=8, kv_heads=4, max_length=128)
 PARAMETERS = 2 * 1024 * 512 + 2 * (512 * 1024 + 512 * 512 + 3 * 512 * 1024 + 2 * 512) + 512

@@ -1,0 +1,71 @@
+"""The arithmetic of cross-entropy on one rank's columns of the logits, some rows at a time; `distributed.cross_entropy` adds up the ranks.
+
+Sums have one order for any number of threads, and that of ranks which hold halves of the columns (`fixed_order.py`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ottava.kernels.fixed_order import LEAF
+
+# Elements of logits that are worked on in float32 at a time: 4 MiB stay in a CPU's cache, 128 MiB keep a GPU busy.
+CHUNK = {"cpu": 2**20, "cuda": 2**25}
+
+
+def fixed_sum(x: Tensor) -> Tensor:
+    """Sum of a vector. torch cuts a sum with ONE result by the number of threads, so two results are taken and added."""
+    halves = torch.nn.functional.pad(x, (0, x.numel() % 2)).view(2, -1).sum(dim=1)
+    return halves[0] + halves[1]
+
+
+def _row_sums(x: Tensor) -> Tensor:
+    """[r, c] -> [r]: by halves of the columns, as ranks add their parts (`kernels/fixed_order.py`), for any number of threads."""
+    width, parts = x.shape[1], 1
+    while width > LEAF and width % 2 == 0:
+        width, parts = width // 2, parts * 2
+    sums = x.reshape(x.shape[0] * parts, width).sum(dim=1) if x.shape[0] * parts > 1 else fixed_sum(x[0])[None]
+    sums = sums.view(-1, parts)
+    while sums.shape[1] > 1:
+        sums = sums[:, 0::2] + sums[:, 1::2]
+    return sums[:, 0]
+
+
+def _chunks(logits: Tensor) -> list[slice]:
+    rows = max(CHUNK.get(logits.device.type, CHUNK["cpu"]) // max(logits.shape[1], 1), 1)
+    return [slice(i, min(i + rows, logits.shape[0])) for i in range(0, logits.shape[0], rows)]
+
+
+def fill_row_sums_(parts: Tensor, logits: Tensor, maximum: Tensor, index: Tensor, mine: Tensor) -> None:
+    """parts [2 or 3, T], of logits [T, C] relative to the rows' maxima [T]: sum of exponents; the logit of the target, which is column
+    `index` where `mine`, else 0; and, if wanted, the sum."""
+    for rows in _chunks(logits):
+        shifted = logits[rows].to(maximum.dtype, copy=True).sub_(maximum[rows, None])
+        if logits.shape[1]:
+            target = shifted.gather(1, index[rows, None])[:, 0]
+            parts[1, rows] = target.masked_fill(~mine[rows], 0.0)
+        if parts.shape[0] > 2:
+            parts[2, rows] = _row_sums(shifted)
+        parts[0, rows] = _row_sums(shifted.exp_())
+
+
+def fill_gradient_(
+    out: Tensor,
+    logits: Tensor,
+    maximum: Tensor,
+    factor: Tensor,
+    index: Tensor,
+    at_target: Tensor,
+    everywhere: Tensor | None,
+) -> None:
+    """out [T, C] = exp(logits - maximum) * factor, less `everywhere` [T] in every column and `at_target` [T] in column `index` [T]."""
+    for rows in _chunks(logits):
+        p = logits[rows].to(maximum.dtype, copy=True).sub_(maximum[rows, None]).exp_()
+        p.mul_(factor[rows, None])
+        if everywhere is not None:
+            p.sub_(everywhere[rows, None])
+        if logits.shape[1]:
+            where = index[rows, None]
+            p.scatter_(1, where, p.gather(1, where) - at_target[rows, None])
+        out[rows] = p
