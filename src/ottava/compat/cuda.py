@@ -62,10 +62,27 @@ def _reset_peak(device: Any = None) -> None:
     _CLEAR.write_text("5")  # proc(5): resets the peak resident size to the present one
 
 
+@functools.cache
+def _say(name: str) -> None:
+    _LOG.warning("No GPU: torch.cuda.%s answers for the CPU.", name)
+
+
+def _said(name: str, function: Callable) -> Callable:
+    """`function`, which says when it is first called that it is not torch's."""
+
+    def answer(*args: Any, **options: Any) -> Any:
+        _say(name)
+        return function(*args, **options)
+
+    answer.__name__ = name
+    return answer
+
+
 class CpuEvent:
     """`torch.cuda.Event`: work on a CPU is done when its call returns, so an event is a time."""
 
     def __init__(self, enable_timing: bool = False, **options: Any) -> None:
+        _say("Event")
         self.time = 0.0
 
     def record(self, stream: Any = None) -> None:
@@ -84,7 +101,6 @@ class CpuEvent:
         return True
 
 
-# Functions of their own, because torch.compile keeps a table by function.
 def _set_device(device: Any) -> None:
     """There is one."""
 
@@ -127,10 +143,8 @@ def _shard_on_cpu() -> None:
 
 def answer_for_cpu() -> None:
     """Replaces the functions, for the rest of the process; nothing where there is a GPU."""
-    if torch.cuda.is_available() or torch.cuda.set_device is _set_device:
+    if torch.cuda.is_available() or issubclass(torch.cuda.Event, CpuEvent):
         return
-    found = answers()
-    for name, function in found.items():
-        setattr(torch.cuda, name, function)
+    for name, answer in answers().items():
+        setattr(torch.cuda, name, answer if isinstance(answer, type) else _said(name, answer))
     _shard_on_cpu()
-    _LOG.warning("No GPU: %s answer for the CPU.", ", ".join(f"torch.cuda.{name}" for name in found))
