@@ -87,7 +87,9 @@ def make_mesh(dp: int, tp: int) -> DeviceMesh:
 
 
 def freeze(model: Model) -> None:
-    model.layers[0].layernorm_mlp.fc1_weight.requires_grad_(False)
+    mlp = model.layers[0].layernorm_mlp
+    for name in mlp.gemm_weights[0]:  # one, or gate and up
+        getattr(mlp, name).requires_grad_(False)
     model.layers[1].self_attention.layernorm_qkv.layer_norm_weight.requires_grad_(False)
 
 
@@ -111,7 +113,7 @@ def torchs_fully_shard(recipe: str, dp: int, tp: int, frozen: bool) -> tuple[flo
         fully_shard(layer, mesh=mesh["dp"])
     fully_shard(spread, mesh=mesh["dp"])
     if frozen:
-        assert not spread.layers[0].layernorm_mlp.fc1_weight.requires_grad
+        assert not spread.layers[0].layernorm_mlp.fc1_gate_weight.requires_grad
     return against_one_process(spread, whole, recipe, mesh)
 
 

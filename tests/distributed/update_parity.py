@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from distributed.parity import RECIPES, SEED, build, run_steps, run_steps_alone
+from ottava import torch_private
 from ottava.distributed import ParallelPlan, meshes_of, parallelize
 from ottava.distributed.topology import Machine
-from ottava.distributed.whole import clean_name, layout_of, whole_pieces
+from ottava.distributed.whole import clean_name
 from ottava.nn.initialize import materialize_
 
 PLANS: dict[str, dict[str, Any]] = {
@@ -83,9 +84,8 @@ def held(model: nn.Module) -> Pieces:
                 found.append((full_name, (slice(None),), parameter.detach().float().cpu().clone()))
                 continue
             local = torch.empty(parameter.to_local().shape).copy_(parameter.to_local().detach())  # plain, on the CPU
-            for piece in whole_pieces(parameter, *layout_of(module, name)):
-                where = tuple(slice(a, a + n) for a, n in zip(piece.start, piece.shape))
-                found.append((full_name, where, piece.of(local).clone()))
+            shape, offset = torch_private.local_box(parameter)
+            found.append((full_name, tuple(slice(a, a + n) for a, n in zip(offset, shape)), local))
     return found
 
 

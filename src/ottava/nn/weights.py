@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ottava import torch_private
 from ottava.nn.draw import is_dtensor
 from ottava.nn.strategy import REPLICATED, Layout, like_dtensor
 from ottava.quant.scheme import Scheme, weight_scheme
@@ -44,7 +45,7 @@ def default_init(weight: Tensor) -> Tensor:
 
 def held(parameter: Any) -> Any:
     """What this rank holds of a parameter: that of a DTensor (the object itself), or the parameter."""
-    return parameter._local_tensor if is_dtensor(parameter) else parameter
+    return torch_private.local_tensor(parameter) if is_dtensor(parameter) else parameter
 
 
 class WeightModule(nn.Module):
@@ -409,8 +410,6 @@ def _cut_to(parameter: Any, whole: Tensor) -> Tensor:
     """What this rank holds of `whole`, a tensor of the parameter's full shape."""
     if not is_dtensor(parameter):
         return whole
-    from ottava import torch_private
-
     shape, offset = torch_private.local_box(parameter)
     return whole[tuple(slice(o, o + n) for o, n in zip(offset, shape))]
 

@@ -155,7 +155,7 @@ def _copies(model: nn.Module) -> Iterator[Tensor]:
     for parameter in model.parameters():
         local = torch_private.local_tensor(parameter) if isinstance(parameter, DTensor) else parameter
         if isinstance(local, Weight) and local.master is not None:
-            yield from local.memory.tensors()
+            yield from local.memory.data.values()
 
 
 def _bytes(tensors: Iterable[Any]) -> int:

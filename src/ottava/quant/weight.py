@@ -293,7 +293,7 @@ class Weight(QuantizedTensor):
         It stands for a tensor of `param_dtype`, so that its gradient has that dtype as its neighbours' have.
         """
         memory = self.memory
-        before: Any = out if out is None or isinstance(out, Weight) else torch_private.local_tensor(out)
+        before: Any = torch_private.local_tensor(out) if hasattr(out, "device_mesh") else out
         if direction == UNQUANTIZED:
             values, inner = fill_rows(memory, outputs, None if not isinstance(before, Weight) else before.master)
             if before is not None:
