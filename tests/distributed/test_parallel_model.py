@@ -34,7 +34,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "ddp x tp": {"dp_replicate": 2, "dp_shard": 1, "tp": 2, "strategy": "ddp"},
     "offload": {"dp_shard": 4, "cpu_offload": True},
 }
-FROZEN = "layers.0.layernorm_mlp.fc1_gate_weight"
+FROZEN = "layers.0.layernorm_mlp.fc1_weight"
 
 
 def freeze(model: nn.Module) -> nn.Module:

@@ -36,23 +36,34 @@ def _by_blocks_of_128(
         assert scheme.block is not None
         return scale if scheme.block[0] == 1 else scale.repeat_interleave(scheme.block[0], dim=0)[:rows]
 
-    a_rows, b_rows = per_row(a_scale, a_scheme, m), per_row(b_scale, b_scheme, n)
-
     count = -(-k // 128)
     stride = count // parts if k % (128 * parts) == 0 else count  # slices of one part
-    starts = range(0, count, stride) if count else ()
+    starts = range(0, count, stride) if count else range(0)
+    blocks = _Blocks(a, b, per_row(a_scale, a_scheme, m), per_row(b_scale, b_scheme, n), starts)
+    return _sum_of_slices(blocks, 0, stride) if count else a.new_zeros(m, n)
 
-    def slices(first: int, last: int) -> Tensor:
-        if (last - first) % 2 == 0:
-            middle = (first + last) // 2
-            return slices(first, middle).add_(slices(middle, last))
-        out = a.new_zeros(m, n)
-        for j in (start + i for i in range(first, last) for start in starts):
-            part = slice(128 * j, 128 * (j + 1))
-            out += matmul(a[:, part], b[:, part].t()) * (a_rows[:, j, None] * b_rows[None, :, j])
-        return out
 
-    return slices(0, stride) if count else a.new_zeros(m, n)
+class _Blocks(NamedTuple):
+    """Unscaled operands [m, k] and [n, k], their scales [m or n, ceil(k/128)], and the slices at which parts of k begin."""
+
+    a: Tensor
+    b: Tensor
+    a_rows: Tensor
+    b_rows: Tensor
+    starts: range
+
+
+def _sum_of_slices(blocks: _Blocks, first: int, last: int) -> Tensor:
+    """Slices [first, last) of every part. (Not a closure that calls itself: that is a cycle, which keeps operands until it is collected.)"""
+    a, b = blocks.a, blocks.b
+    if (last - first) % 2 == 0:
+        middle = (first + last) // 2
+        return _sum_of_slices(blocks, first, middle).add_(_sum_of_slices(blocks, middle, last))
+    out = a.new_zeros(a.shape[0], b.shape[0])
+    for j in (start + i for i in range(first, last) for start in blocks.starts):
+        part = slice(128 * j, 128 * (j + 1))
+        out += matmul(a[:, part], b[:, part].t()) * (blocks.a_rows[:, j, None] * blocks.b_rows[None, :, j])
+    return out
 
 
 def _emulate(
