@@ -7,6 +7,8 @@ the order of the float32 sum differs from the hardware's.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -54,7 +56,7 @@ class _Blocks(NamedTuple):
 
 
 def _sum_of_slices(blocks: _Blocks, first: int, last: int) -> Tensor:
-    """Slices [first, last) of every part. (Not a closure that calls itself: that is a cycle, which keeps operands until it is collected.)"""
+    """Slices [first, last) of every part. (Not a closure that calls itself: that is a cycle, which keeps operands until collected.)"""
     a, b = blocks.a, blocks.b
     if (last - first) % 2 == 0:
         middle = (first + last) // 2
