@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from ottava.kernels.cast import Buffers
 from ottava.nn.operand import Operand
-from ottava.nn.strategy import ALONE, Strategy
+from ottava.nn.strategy import Strategy
 from ottava.quant.scheme import Scheme
 
 
@@ -47,7 +47,7 @@ class Stage:
     """Equal matrices that lie side by side in the output, as gate and up do: for the order of dgrad's sum on a CPU."""
     gather_norm: bool = False
     """Return the norm's output of all ranks' tokens."""
-    strategy: Strategy = ALONE
+    strategy: Strategy = field(kw_only=True)
     """How the GEMM is spread over ranks."""
 
 
