@@ -150,7 +150,7 @@ def test_a_layer_of_experts_is_close_to_itself_on_the_cpu(name: str) -> None:
         found = []
         for module, device in ((on_cpu, "cpu"), (on_gpu, "cuda")):
             module.zero_grad()
-            inp = x.to(device).requires_grad_()
+            inp = x.detach().clone().to(device).requires_grad_()
             with ottava.autocast(enabled=RECIPES[name] is not None, recipe=RECIPES[name]):
                 y = module(inp, splits)
             y.backward(dy.to(device))
