@@ -147,26 +147,30 @@ class WeightModule(nn.Module):
         self.fuse_names(name, rows)
 
     def __getattr__(self, name: str) -> Any:
-        # First what nn.Module looks for first: this runs for every parameter that is read.
-        parameters = self.__dict__.get("_parameters")
-        if parameters is not None and name in parameters:
+        # First what is read in every forward, as nn.Module looks for it.
+        own = self.__dict__
+        if "_parameters" not in own:
+            return super().__getattr__(name)
+        parameters = own["_parameters"]
+        if name in parameters:
             return parameters[name]
-        if parameters is not None:
-            if name in self.__dict__.get("fused", ()):
-                return _fused([parameters[part] for part in self.fused[name]])
-            for weight in parameters:
-                if name.startswith(f"{weight}_") and name[len(weight) + 1 :] in ENTRIES:
-                    entries = self._entries(weight) if isinstance(held(parameters[weight]), Weight) else {}
-                    if name in entries:
-                        return entries[name]
+        if name in own["_modules"]:
+            return own["_modules"][name]
+        if name in own.get("fused", ()):
+            return _fused([parameters[part] for part in self.fused[name]])
+        for weight in parameters:
+            if name.startswith(f"{weight}_") and name[len(weight) + 1 :] in ENTRIES:
+                entries = self._entries(weight) if isinstance(held(parameters[weight]), Weight) else {}
+                if name in entries:
+                    return entries[name]
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__.get("fused", ()):
+        own = self.__dict__
+        if "fused" in own and name in own["fused"]:
             self._assign_parts(list(self.fused[name]), value.detach())
             return
-        before = self.__dict__.get("_parameters", {}).get(name)
-        if is_dtensor(before) and isinstance(value, nn.Parameter) and not is_dtensor(value):
+        if isinstance(value, nn.Parameter) and not is_dtensor(value) and is_dtensor(own["_parameters"].get(name)):
             self.gathered_by_fsdp.add(name)  # FSDP2 puts what it has gathered in the place of the shard
         super().__setattr__(name, value)
 
