@@ -251,7 +251,18 @@ def test_other_plans_train_the_same_and_resume(two, folder, whole, name, section
 @pytest.mark.parametrize(
     "name,sections",
     [
-        ("fp8-weights", {"optimizer": {"name": "fused_adam"}, "precision": {"fp8_weights": True}}),
+        (
+            "fp8-weights",
+            {
+                "optimizer": {"name": "fused_adam"},
+                "precision": {"fp8_weights": True},
+                "checkpoint": {"background": True},
+            },
+        ),
+        (
+            "fp8-weights-tp",
+            {"optimizer": {"name": "fused_adam"}, "precision": {"fp8_weights": True}, "parallel": {"tp": 2}},
+        ),
         ("mxfp8", {"precision": {"recipe": "MXFP8BlockScaling"}}),
         ("plain", {"precision": {"recipe": "none"}, "train": {"z_loss": 1e-4}}),
     ],

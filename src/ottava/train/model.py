@@ -30,7 +30,6 @@ def construct(config: Config, vocab_size: int, device: str | torch.device = "met
     shape = config.model.shape(vocab_size, config.data.length)
     dtype = getattr(torch, config.precision.weights)
     recipe = config.precision.make_recipe()
-    # Weights that are stored in FP8 need their first values when they are made; others are drawn after sharding.
     with ottava.quantized_model_init(
         enabled=config.precision.fp8_weights, recipe=recipe, preserve_high_precision_init_val=True
     ):
@@ -51,9 +50,8 @@ class SpreadModel:
 
     def __init__(self, config: Config, vocab_size: int, device: torch.device) -> None:
         self.recipe = config.precision.make_recipe()
-        torch.manual_seed(config.train.seed)  # of weights that are stored in FP8; the others go by their names
         self.shape = config.model.shape(vocab_size, config.data.length)
-        whole = construct(config, vocab_size, device if config.precision.fp8_weights else "meta")
+        whole = construct(config, vocab_size)
         self.decaying, self.parameters = decaying(whole), whole.num_parameters()
         self.flops = self.shape.flops_per_token(config.data.length)
         plan = config.plan(device.type)
