@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ottava import torch_private
 from ottava.checkpoint.placement import modules_of
 from ottava.nn.base import QuantizedModule
 from ottava.nn.operand import Operand
@@ -54,12 +55,18 @@ class _Passing:
     def __init__(self, name: str, module: QuantizedModule) -> None:
         self._names = [f"{name}.{stage}" for stage in module.stage_names]
         self._groups = module.groups
+        self._again = torch_private.inside_backward()
         self._made = 0
 
-    def next_forward(self) -> str:
-        """The name of the stage that multiplies."""
+    @property
+    def done(self) -> bool:
+        """Whether all products of the forward pass were made. A recomputation stops then, before the module's forward ends."""
+        return self._made == len(self._names)
+
+    def next_forward(self) -> str | None:
+        """The name of the stage that multiplies; None for a forward that runs again in backward."""
         self._made += 1
-        return self._names[self._made - 1]
+        return None if self._again else self._names[self._made - 1]
 
     def next_backward(self) -> str | None:
         """The same; None for the second of the two products that a gradient is in, rowwise and columnwise."""
@@ -113,13 +120,16 @@ class Fp8Health:
                 first.register_hook(going_back)
 
         def going_back(_: Tensor) -> None:
-            self._backward = _Passing(name, module)
+            self._forward, self._backward = None, _Passing(name, module)
 
         return [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
 
     def _look(self, a: Operand, b: Operand) -> None:
         if self._forward is not None:
             stage = self._forward.next_forward()
+            self._forward = None if self._forward.done else self._forward
+            if stage is None:
+                return
             self._note(f"{stage}input", a)
             self._note(f"{stage}weight", b)
         elif self._backward is not None:
