@@ -40,7 +40,7 @@ def test_a_module_that_looks_into_a_format_is_named(line: str) -> None:
         "x = isinstance(recipe, Recipe)",
         "x = schedule.kind == 'wsd'",
         "x = norm.kind",
-        "x = state.delayed.touch(recipe, group)",
+        "x = state.delayed.mark_for_update(recipe, group)",
         "x = a.split(',')",
     ],
 )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from distributed.ranks import Ranks
 from ottava.kernels import attention
-from ottava.train.model import SpreadModel
+from ottava.train.model import DistributedModel
 from train.runs import tiny
 
 # Ranks of a mesh (dp, tp) = (2, 2): tensor-parallel groups are {0, 1} and {2, 3}.
@@ -61,7 +61,7 @@ def masks_of_steps(
         precision={"recipe": "none"},
         parallel={"tp": 2, "dp_shard": 2, **parallel},
     )
-    model = SpreadModel(config, 258, torch.device("cpu"))
+    model = DistributedModel(config, 258, torch.device("cpu"))
     tokens = torch.randint(258, (2, 32), generator=torch.Generator().manual_seed(dist.get_rank() // 2))
     found = []
     for step in (0, 1, 0):

@@ -1,6 +1,6 @@
 """Where computing waits for communication, so that someone can measure it.
 
-    with watched(clock_of_the_trainer):       # FSDP2's waits for weights and gradients, and those of tensor parallelism
+    with comm_wait_hook(clock_of_the_trainer):       # FSDP2's waits for weights and gradients, and those of tensor parallelism
         loss = model(tokens, targets)
 
 On a GPU a wait is a mark in the stream: what is measured between events before and after it is the time that nothing hid. DDP and
@@ -26,7 +26,7 @@ def waiting() -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def watched(around: Around) -> Iterator[None]:
+def comm_wait_hook(around: Around) -> Iterator[None]:
     """`around()` is entered for every wait in here, in all threads (autograd has its own)."""
     global _around
     before, _around = _around, around

@@ -202,7 +202,7 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
         if recipe is not None and Quantization.of(recipe).delayed:
             scale, record = forward_scale(self.delayed)
             if record:
-                self.delayed.touch(recipe, group)  # type: ignore[arg-type]
+                self.delayed.mark_for_update(recipe, group)  # type: ignore[arg-type]
         if torch.compiler.is_compiling():
             return self._resolve(stages(), recipe, calibrating, record), scale
         # Building the chain takes longer than launching a kernel: keep the last one. Recipes are frozen: the same object is the same.

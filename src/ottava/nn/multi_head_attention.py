@@ -440,13 +440,13 @@ def head_channels(hidden_size: int, heads: int) -> int:
     return hidden_size // heads
 
 
-def hand_down(module: torch.nn.Module, method: str, *args: Any) -> None:
+def call_on_children(module: torch.nn.Module, method: str, *args: Any) -> None:
     """Calls `method` on the children, at any depth, that have it; not below those, which pass it on themselves."""
     for child in module.children():
         if hasattr(child, method):
             getattr(child, method)(*args)
         else:
-            hand_down(child, method, *args)
+            call_on_children(child, method, *args)
 
 
 def refuse_context_parallel(cp_group: Any) -> None:

@@ -15,7 +15,13 @@ from ottava.nn.attention import FORMATS
 from ottava.nn.base import InitMethod
 from ottava.nn.layernorm import LayerNorm, RMSNorm
 from ottava.nn.layernorm_mlp import LayerNormMLP
-from ottava.nn.multi_head_attention import Freqs, MultiheadAttention, hand_down, head_channels, refuse_context_parallel
+from ottava.nn.multi_head_attention import (
+    Freqs,
+    MultiheadAttention,
+    call_on_children,
+    head_channels,
+    refuse_context_parallel,
+)
 from ottava.nn.options import check_norm
 from ottava.nn.random_replay import drawing_own_masks
 
@@ -343,15 +349,15 @@ class TransformerLayer(torch.nn.Module):
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Hands the group to the modules inside."""
-        hand_down(self, "set_tensor_parallel_group", tp_group)
+        call_on_children(self, "set_tensor_parallel_group", tp_group)
 
     def set_device_mesh(self, tp_mesh: Any = None, weight_mesh: Any = None) -> None:
         """Spreads the parameters of the modules inside over meshes; see `Linear`'s. Splits need `set_parallel_mode`."""
-        hand_down(self, "set_device_mesh", tp_mesh, weight_mesh)
+        call_on_children(self, "set_device_mesh", tp_mesh, weight_mesh)
 
     def set_parallel_mode(self) -> None:
         """What the constructor's `set_parallel_mode` asks for, later: whole weights will be split by `set_device_mesh`."""
-        hand_down(self, "set_parallel_mode")
+        call_on_children(self, "set_parallel_mode")
 
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"

@@ -146,7 +146,7 @@ class DelayedState(nn.Module):
             return ScalingView(self.fwd_scale, self.fwd_amax_history[:window])
         return ScalingView(self.bwd_scale, self.bwd_amax_history[:window])
 
-    def touch(self, recipe: DelayedScaling, group: Any) -> None:
+    def mark_for_update(self, recipe: DelayedScaling, group: Any) -> None:
         """Called by a forward that records: the state will be updated when the outermost `autocast` exits."""
         self._fit(recipe.amax_history_len)
         self.recipe, self.group = recipe, group

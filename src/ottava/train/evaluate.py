@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from ottava.train.config import Config
 from ottava.train.data import IGNORED, Data
-from ottava.train.model import SpreadModel
+from ottava.train.model import DistributedModel
 from ottava.train.world import World
 
 
-def evaluate(model: SpreadModel, data: Data, config: Config, world: World) -> float:
+def evaluate(model: DistributedModel, data: Data, config: Config, world: World) -> float:
     """Cross-entropy (without z-loss) over at most train.evaluate_batches global batches of `data`, a mean over tokens.
 
     >>> math.exp(evaluate(model, validation, config, world))  # perplexity
     """
     meshes, train = model.meshes, config.train
     total = count = 0.0
-    with model.looking():
+    with model.eval_scope():
         for batch in data.sweep(train.global_batch, (meshes.dp_rank, meshes.dp_size), train.evaluate_batches):
             for part in batch.to(world.device).split(train.micro_batch):
                 with model.precision():

@@ -28,7 +28,7 @@ from ottava.nn.base import QuantizedModule
 from ottava.nn.operand import Operand
 from ottava.nn.product import watching
 from ottava.train.config import Config
-from ottava.train.model import SpreadModel
+from ottava.train.model import DistributedModel
 from ottava.train.report import HEALTH_FILE
 from ottava.train.world import World
 
@@ -81,11 +81,11 @@ class Fp8Health:
 
     Under torch.compile nobody looks: a compiled layer has no products to watch.
 
-        >>> with fp8.looking(step):
+        >>> with fp8.sample_operands(step):
         ...     loss.backward()
     """
 
-    def __init__(self, config: Config, model: SpreadModel, world: World) -> None:
+    def __init__(self, config: Config, model: DistributedModel, world: World) -> None:
         every = config.metrics.fp8_every
         self._every = every if world.leads and model.recipe is not None and not config.train.compile else 0
         self._model = model.module
@@ -95,7 +95,7 @@ class Fp8Health:
         self._backward: _Passing | None = None
 
     @contextmanager
-    def looking(self, step: int) -> Iterator[None]:
+    def sample_operands(self, step: int) -> Iterator[None]:
         """Around forward and backward of `step`, from 0."""
         if not self._every or (step + 1) % self._every:
             yield

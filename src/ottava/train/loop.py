@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ottava.checkpoint import StopSignal
-from ottava.distributed.waits import watched
+from ottava.distributed.waits import comm_wait_hook
 from ottava.train import exits, run_folder
 from ottava.train.accumulate import reducing
 from ottava.train.clock import Clock
@@ -27,7 +27,7 @@ from ottava.train.fp8_health import Fp8Health
 from ottava.train.gates import judge
 from ottava.train.health import Health
 from ottava.train.metrics import read_metrics
-from ottava.train.model import SpreadModel
+from ottava.train.model import DistributedModel
 from ottava.train.optimizer import clip_gradients, make_optimizer, set_lr
 from ottava.train.recorder import Recorder
 from ottava.train.sample import generate
@@ -78,11 +78,11 @@ class Loop:
             raise ValueError(
                 f"model.vocab_size ({config.model.vocab_size}) is below the {self.data.vocab_size} tokens of the data's tokenizer."
             )
-        self.model = SpreadModel(config, self.data.vocab_size, world.device)
+        self.model = DistributedModel(config, self.data.vocab_size, world.device)
         self._check_batch()
         self.optimizer = make_optimizer(config, self.model.module, self.model.decaying)
         self.model.renew_copies_after(self.optimizer)
-        world.lead(lambda: run_folder.prepare(config))
+        world.on_rank0(lambda: run_folder.prepare(config))
         self.state = RunState(config, self.model, self.optimizer)
         resources.callback(self.state.checkpoints.close)
         self.done = self._resume()
@@ -118,7 +118,7 @@ class Loop:
     def _step(self) -> Step | None:
         """Step number `done`, from 0. None if the run went back to a checkpoint instead."""
         step = self.done
-        with self.fp8.looking(step), watched(lambda: self.clock("communication")):
+        with self.fp8.sample_operands(step), comm_wait_hook(lambda: self.clock("communication")):
             found = self._backward(step)
         event = None
         verdict = self.health.judge(step + 1, found.loss, found.grad_norm)
@@ -223,7 +223,7 @@ class Loop:
     def _sample(self, tokenizer: Tokenizer) -> str:
         config = self.config.train
         prompt = [int(t) for t in next(iter(tokenizer.encode([config.sample_prompt])))]
-        with self.model.looking():
+        with self.model.eval_scope():
             tokens = generate(
                 self.model.module,
                 prompt or [tokenizer.end_token],
@@ -316,7 +316,7 @@ def open_data(config: Config, world: World) -> tuple[Data, Data | None]:
     files: Any = section.files
     if not files:
         cache = Path(section.cache).expanduser()
-        world.lead(lambda: standard_library(cache))  # the others wait, and then find it
+        world.on_rank0(lambda: standard_library(cache))  # the others wait, and then find it
         files = [standard_library(cache)]
     options: dict[str, Any] = {
         "length": section.length,

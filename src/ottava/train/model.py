@@ -40,10 +40,10 @@ def construct(config: Config, vocab_size: int, device: str | torch.device = "met
     return model
 
 
-class SpreadModel:
+class DistributedModel:
     """The model on all ranks.
 
-    >>> spread = SpreadModel(config, vocab_size=257, device=world.device)
+    >>> spread = DistributedModel(config, vocab_size=257, device=world.device)
     >>> with spread.precision():
     ...     loss = spread.module(tokens, targets)
     """
@@ -82,7 +82,7 @@ class SpreadModel:
             yield
 
     @contextmanager
-    def looking(self) -> Iterator[None]:
+    def eval_scope(self) -> Iterator[None]:
         """A forward pass that leaves no trace: no gradients, no dropout, and delayed scales as they were."""
         kept = [{name: getattr(state, name).clone() for name in BUFFERS} for state in self._delayed() if state.used]
         training = self.module.training

@@ -14,7 +14,7 @@ from ottava.train.clock import PARTS, Span
 from ottava.train.config import Config
 from ottava.train.flops import Bound, Peak, device_peak, measure_peak, quantized_precision
 from ottava.train.metrics import FILE, Metrics, Sink, StepMetrics
-from ottava.train.model import SpreadModel
+from ottava.train.model import DistributedModel
 from ottava.train.prometheus import Prometheus
 from ottava.train.run_folder import next_attempt
 from ottava.train.sinks import Console, TensorBoard, WandB
@@ -43,7 +43,7 @@ class Recorder:
     >>> recorder.write()
     """
 
-    def __init__(self, config: Config, world: World, model: SpreadModel, done: int) -> None:
+    def __init__(self, config: Config, world: World, model: DistributedModel, done: int) -> None:
         self.config, self.world, self.model = config, world, model
         self.path = config.run_folder / FILE
         self.bound = _bound(config, world, model)
@@ -52,7 +52,7 @@ class Recorder:
         self._kept: _Step | None = None
         self._metrics: Metrics | None = None
         if done < config.train.steps:
-            self._metrics = world.lead(lambda: self._open(done))
+            self._metrics = world.on_rank0(lambda: self._open(done))
 
     def keep(
         self,
@@ -137,7 +137,7 @@ def memory(device: torch.device) -> tuple[float, float]:
     return 0.0, float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
 
-def _bound(config: Config, world: World, model: SpreadModel) -> Bound:
+def _bound(config: Config, world: World, model: DistributedModel) -> Bound:
     """What MFU is measured against."""
     device = world.device
     plain = "float32" if config.precision.dtype(device.type) == torch.float32 else "bf16"

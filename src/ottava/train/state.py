@@ -16,7 +16,7 @@ from ottava.checkpoint import Checkpoints, Loaded, Relaxed, load_model_state, mo
 from ottava.models import LlamaConfig
 from ottava.models.hf_files import described
 from ottava.train.config import Config
-from ottava.train.model import SpreadModel
+from ottava.train.model import DistributedModel
 
 _DELAYED = ["delayed.*"]
 RELAXED = Relaxed(extra=_DELAYED)
@@ -31,7 +31,7 @@ class RunState:
     >>> state.save(step)
     """
 
-    def __init__(self, config: Config, model: SpreadModel, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, config: Config, model: DistributedModel, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer, self.section = model, optimizer, config.checkpoint
         described_model = described(model.shape) if isinstance(model.shape, LlamaConfig) else {}
         self.checkpoints = Checkpoints(

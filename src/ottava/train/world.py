@@ -88,10 +88,10 @@ class World:
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
 
-    def lead(self, work: Callable[[], T]) -> T | None:
+    def on_rank0(self, work: Callable[[], T]) -> T | None:
         """`work()` in the leading rank alone, and its result there. A ValueError or OSError of it is raised in every rank.
 
-        >>> world.lead(lambda: folder.mkdir(parents=True))
+        >>> world.on_rank0(lambda: folder.mkdir(parents=True))
         """
         result, failure = None, None
         if self.leads:
@@ -132,17 +132,17 @@ def _store(place: Place, variables: Mapping[str, str] = os.environ) -> dist.Stor
     if variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     address, port = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
-    return meet(dist.TCPStore(address, port, is_master=False, wait_for_workers=False), address, place.rank)
+    return rendezvous(dist.TCPStore(address, port, is_master=False, wait_for_workers=False), address, place.rank)
 
 
-def meet(known: dist.Store, host: str, rank: int, seconds: float = 300.0) -> dist.Store:
+def rendezvous(known: dist.Store, host: str, rank: int, seconds: float = 300.0) -> dist.Store:
     """A new store that rank 0 serves, for this start of the ranks alone. `known`: one that all ranks see; host: where rank 0 runs.
 
     torchrun's own store lives as long as torchrun does. After a restart it still has the addresses of ranks that are dead, and ranks
     that read those wait for ever. Here an old address leads to a server that is gone, or has another secret: then rank 0 has not told
     the new one yet.
 
-        >>> store = meet(torchruns_store, "node-0", rank)
+        >>> store = rendezvous(torchruns_store, "node-0", rank)
     """
     key = "ottava/meeting"
     if rank == 0:
