@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ottava.train.world import Place, World
+from ottava.train.world import Place, World, rendezvous
 
 
 def test_a_rank_that_reads_an_old_address_waits_for_the_new_one():
