@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -81,3 +83,15 @@ def test_mistakes_are_named(kind: str) -> None:
         module(torch.randn(4, 32, device="meta"))
     with pytest.raises(ValueError, match="needs normalized_shape"):
         KINDS[kind](device="cpu")
+
+
+@pytest.mark.parametrize("kind", [ottava.LayerNorm, ottava.RMSNorm])
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_reset_parameters_leaves_the_meta_device(kind: Any, zero_centered: bool) -> None:
+    module = kind(8, device="meta", zero_centered_gamma=zero_centered)
+    assert module.weight.is_meta
+    weight = module.weight
+    module.reset_parameters()
+    assert module.weight is weight and torch.equal(weight, torch.full((8,), 0.0 if zero_centered else 1.0))
+    assert module.bias is None or not module.bias.any()
+    assert module(torch.randn(2, 8)).isfinite().all()

@@ -64,7 +64,7 @@ class _Norm(nn.Module):
         options: dict[str, Any] = {"dtype": params_dtype or torch.get_default_dtype(), "device": default_device(device)}
         self.weight = nn.Parameter(torch.empty(sizes, **options))
         self.bias = nn.Parameter(torch.empty(sizes, **options)) if self.has_bias else None
-        self.reset_parameters()
+        self.reset_parameters(defer_init=self.weight.is_meta)
         self.set_device_mesh(tp_mesh, weight_mesh)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
@@ -87,8 +87,15 @@ class _Norm(nn.Module):
         value = local(parameter).reshape(-1)
         return self._strategy.replicated(value) if self.sequence_parallel or self.spreads_heads else value
 
-    def reset_parameters(self) -> None:
-        """Gain 1 (stored as 0 if zero-centered), bias 0."""
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Gain 1 (stored as 0 if zero-centered), bias 0. Parameters on the meta device get memory, also where they are shards."""
+        if defer_init:
+            return
+        if self.weight.is_meta:
+            from ottava.nn.initialize import materialize_  # which knows this module
+
+            materialize_(self)
+            return
         with torch.no_grad():
             self.weight.fill_(0.0 if self.zero_centered_gamma else 1.0)
             if self.bias is not None:
