@@ -111,3 +111,24 @@ def test_mistakes_say_what_to_do(four_ranks: Ranks) -> None:
     uneven, whole_mesh = four_ranks.run(mistakes)[0]
     assert "7 tokens over 4 ranks" in uneven and "pad the sequence to 8 tokens" in uneven
     assert 'mesh["tp"]' in whole_mesh and "('dp', 'tp')" in whole_mesh
+
+
+def native() -> float:
+    """The worst difference of the backend's own sums from ours, relative to the largest number; gloo stands for NCCL."""
+    parts = [tensor_of(r, torch.float32, (8, 5)) for r in range(4)]
+    y, bias = parts[dist.get_rank()], tensor_of(99, torch.float32, (5,))
+    ours = [collectives.all_reduce(y, dist.group.WORLD, bias), collectives.reduce_scatter(y, dist.group.WORLD, bias)]
+    chosen, collectives.native_sums = collectives.native_sums, lambda *_: True
+    try:
+        theirs = [
+            collectives.all_reduce(y, dist.group.WORLD, bias),
+            collectives.reduce_scatter(y, dist.group.WORLD, bias),
+        ]
+    finally:
+        collectives.native_sums = chosen
+    assert torch.equal(y, parts[dist.get_rank()])  # left as it was
+    return max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_the_backends_own_sums_are_taken_where_it_is_nccl(four_ranks: Ranks) -> None:
+    assert max(four_ranks.run(native)) < 1e-6

@@ -7,10 +7,9 @@ import torch
 
 import ottava
 from distributed.ranks import Ranks
-from ottava.distributed import ParallelPlan, parallelize
+from ottava.distributed import ParallelPlan, gradient_sync, parallelize
 from ottava.distributed.collectives import FixedOrderReduceScatter
 from ottava.models import Llama, LlamaConfig
-from ottava.train.accumulate import reducing
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +41,7 @@ def _reductions(strategy: str, microbatches: int) -> int:
     try:
         for i in range(microbatches):
             tokens = torch.randint(64, (2, 17))
-            with reducing(model, last=i == microbatches - 1), ottava.autocast(enabled=False):
+            with gradient_sync(model, i == microbatches - 1), ottava.autocast(enabled=False):
                 model(tokens[:, :-1], tokens[:, 1:]).backward()
     finally:
         FixedOrderReduceScatter.__call__ = plain

@@ -1,5 +1,7 @@
 """The collectives of tensor parallelism, on plain tensors. Every sum is taken in float32 and in a fixed order of ranks.
 
+On CPUs, that is. With NCCL the sums are NCCL's own, in its order and in the type of what is summed: there speed counts.
+
 So the result does not depend on the backend's algorithm, is the same on every rank, and equals bit for bit what an overlapped
 schedule computes; and, for float32 on the CPU, what one process computes (`kernels/fixed_order.py`, [Note: sums by halves]). The
 bytes on the wire are those of the ordinary collectives: a reduce-scatter is an exchange of parts, which are then summed here; an
@@ -21,6 +23,7 @@ from ottava.distributed.waits import waiting
 
 # torch 2.13 has new names for the collectives on one tensor and warns about the old ones, which are all that 2.11 has.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def size_of(group: Any) -> int:
@@ -93,13 +96,17 @@ def begin_reduce_scatter(y: Tensor, group: Any, bias: Tensor | None = None) -> C
             f"pad the sequence to {-(-y.shape[0] // size) * size} tokens."
         )
     y = y.contiguous()
-    received = torch.empty_like(y)
-    work = dist.all_to_all_single(_bytes(received), _bytes(y), group=group, async_op=True)
+    native = native_sums(y, group)
+    received = y.new_empty(y.shape[0] // size if native else y.shape[0], *y.shape[1:])
+    if native:
+        work = _REDUCE_SCATTER(received, y, group=group, async_op=True)
+    else:
+        work = dist.all_to_all_single(_bytes(received), _bytes(y), group=group, async_op=True)
 
     def finish() -> Tensor:
         with waiting():
             work.wait()
-        return _sum_by_halves(received.unflatten(0, (size, -1)), bias)
+        return _plus(received, bias) if native else _sum_by_halves(received.unflatten(0, (size, -1)), bias)
 
     return finish
 
@@ -108,10 +115,24 @@ def all_reduce(y: Tensor, group: Any, bias: Tensor | None = None) -> Tensor:
     """The sum over ranks of y [M, N], plus bias [N]; rounded once to y's dtype and equal on all ranks."""
     size = size_of(group)
     if size == 1:
-        return y if bias is None else (y.float() + bias.float()).to(y.dtype)
+        return _plus(y, bias)
+    if native_sums(y, group):
+        total = y.clone(memory_format=torch.contiguous_format)
+        with waiting():
+            dist.all_reduce(total, group=group)
+        return _plus(total, bias)
     if y.shape[0] % size == 0:
         return all_gather(reduce_scatter(y, group, bias), group)
     return _sum_by_halves(all_gather(y.unsqueeze(0), group), bias)  # few or odd rows: everyone sums everything
+
+
+def native_sums(y: Tensor, group: Any) -> bool:
+    """Whether the backend's own sums are taken: NCCL's."""
+    return y.is_cuda and "nccl" in dist.get_backend(group)
+
+
+def _plus(y: Tensor, bias: Tensor | None) -> Tensor:
+    return y if bias is None else (y.float() + bias.float()).to(y.dtype)
 
 
 class FixedOrderReduceScatter:

@@ -19,10 +19,12 @@ __all__ = ["clip_grad_norm_", "gradient_sync"]
 
 
 @contextlib.contextmanager
-def gradient_sync(model: nn.Module, on: bool) -> Iterator[None]:
+def gradient_sync(model: nn.Module, on: bool, keep_gathered: bool = False) -> Iterator[None]:
     """Whether backward passes inside reduce gradients over data-parallel ranks: off for all microbatches but the last.
 
-    Takes what `parallelize` returns; both forward and backward of a microbatch belong inside.
+    Takes what `parallelize` returns; both forward and backward of a microbatch belong inside. While off, FSDP2 adds up whole gradients in
+    its reduce type, which takes the memory of an unsharded gradient. keep_gathered: it keeps weights gathered from one microbatch to the
+    next, too, instead of gathering them for each.
 
         >>> for i, batch in enumerate(microbatches):
         ...     with gradient_sync(model, on=i == len(microbatches) - 1):
@@ -35,6 +37,9 @@ def gradient_sync(model: nn.Module, on: bool) -> Iterator[None]:
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in sharded:
         module.set_requires_gradient_sync(on, recurse=False)
+        module.set_is_last_backward(on)
+        if keep_gathered:
+            module.set_reshard_after_backward(on, recurse=False)
     try:
         yield
     finally:
@@ -51,14 +56,13 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
         >>> norm = clip_grad_norm_(model, 1.0)
     """
     if max_norm <= 0:
-        raise ValueError(f"clip_grad_norm_: max_norm must be above 0, got {max_norm!r}.")
+        raise ValueError(f"clip_grad_norm_: max_norm must be above 0, got {max_norm!r} (math.inf: only the norm).")
     held = list(_gradients(model))
-    if isinstance(model, FullyShardedDataParallel):
-        if not any(group for _, group in held):
-            return model.clip_grad_norm_(max_norm)
-        norm = _norm_of_parts(held, model.process_group)
-    elif any(group for _, group in held) and not any(isinstance(gradient, DTensor) for gradient, _ in held):
-        norm = _norm_of_parts(held, None)
+    split = any(group for _, group in held)
+    if isinstance(model, FullyShardedDataParallel) and not split:
+        return model.clip_grad_norm_(max_norm)
+    if split and not any(isinstance(gradient, DTensor) for gradient, _ in held):
+        norm = _norm_of_parts(held, model.process_group if isinstance(model, FullyShardedDataParallel) else None)
     else:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm

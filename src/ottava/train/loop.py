@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from ottava.checkpoint import StopSignal
+from ottava.distributed.gradients import gradient_sync
 from ottava.distributed.waits import comm_wait_hook
 from ottava.train import exits, run_folder
-from ottava.train.accumulate import reducing
 from ottava.train.clock import Clock
 from ottava.train.config import Config
 from ottava.train.data import IGNORED, Batch, Data, Prefetch
@@ -156,7 +156,7 @@ class Loop:
         total = torch.zeros((), dtype=torch.float64, device=device)
         for i, part in enumerate(parts):
             first = None if len(parts) == 1 or config.compile else i == 0
-            with reducing(model.module, i == len(parts) - 1, model.keep_gathered):
+            with gradient_sync(model.module, i == len(parts) - 1, model.keep_gathered):
                 total += self._microbatch(step, part, weight, first)
         self.recorder.write()  # the step before; a GPU has its hands full now
         with self.clock("optimizer"):

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ottava.distributed.gradients import clip_grad_norm_
 from ottava.models import CausalLM
 from ottava.nn.initialize import WRAPPERS
 from ottava.optimizers import FusedAdam
@@ -74,14 +73,4 @@ def clip_gradients(model: nn.Module, limit: float) -> float:
 
         >>> norm = clip_gradients(model, 1.0)
     """
-    if isinstance(model, FullyShardedDataParallel):
-        return float(model.clip_grad_norm_(limit or math.inf))
-    parameters = [p for p in model.parameters() if p.grad is not None]
-    norm = _whole(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
-    if limit:
-        nn.utils.clip_grads_with_norm_(parameters, limit, norm)
-    return float(norm)
-
-
-def _whole(norm: Tensor) -> Tensor:
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return float(clip_grad_norm_(model, limit or math.inf))
