@@ -116,9 +116,8 @@ class Weight(QuantizedTensor):
         """A whole weight of bytes only, without values yet. It stands for a tensor of `dtype`."""
         memory = WeightMemory(name, Place.whole(shape), ScaleGroup(scheme))
         memory.allocate(device)
-        memory.gathers_both = (
-            True  # who calls `fully_shard` does not say whether weights are freed between forward and backward
-        )
+        # Who calls `fully_shard` does not say whether weights are freed between forward and backward.
+        memory.gathers_both = True
         return cls(memory, State.WHOLE, tuple(shape), dtype, memory.data[ROWWISE].device)
 
     @classmethod
@@ -347,16 +346,10 @@ _OF_MEMORY = {name: _named_tensor(name) for name in TENSOR_NAMES}
 """What a stored weight is made of, for torch.compile: attribute -> how to get it."""
 
 
-def join_parts(weights: Sequence[Weight], column: int | None = None, delayed: Any = None) -> None:
-    """Makes weights the parts of one matrix, in this order: they get one scale, and lie behind one another when gathered.
-
-    delayed, column: where delayed scaling keeps the scale of the matrix, for weights with masters.
-    """
+def join_parts(weights: Sequence[Weight]) -> None:
+    """Makes weights the parts of one matrix, in this order: they get one scale, and lie behind one another when gathered."""
     memories = [weight.memory for weight in weights]
-    first = memories[0].group
-    group = ScaleGroup(first.scheme, first.needs_columnwise)
-    group.amax, group.scale, group.scale_inv = first.amax, first.scale, first.scale_inv
-    group.delayed, group.column = delayed, column or 0
+    group = memories[0].group.map(lambda t: t)
     total, before = sum(m.place.part[1] for m in memories), 0
     for memory in memories:
         memory.join(group)
