@@ -255,3 +255,11 @@ def test_split_stored_weights_are_multiplied_without_rounding_again(name: str) -
     expected.sum().backward()
     grads = torch.cat([split.query_weight.grad, split.key_weight.grad])
     assert torch.equal(grads, whole.weight.grad)
+
+
+def test_parts_whose_border_cuts_a_block_have_entries_on_the_meta_device() -> None:
+    with ottava.quantized_model_init(recipe=RECIPES["block"]):
+        module = ottava.LayerNormMLP(64, 96, activation="swiglu", bias=False, set_parallel_mode=True, device="meta")
+    before = {key: tuple(value.shape) for key, value in module.state_dict().items()}
+    module.reset_parameters()
+    assert before == {key: tuple(value.shape) for key, value in module.state_dict().items()}

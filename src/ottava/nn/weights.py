@@ -122,6 +122,10 @@ class WeightModule(nn.Module):
             )
         if len(made) > 1:
             join_parts(made)
+            for weight in made:  # who has which scales may be another matter now
+                weight.memory.forget_bytes()
+            for weight in made:
+                weight.memory.allocate(self.device_at_init)
         for name, weight in zip(names, made, strict=True):
             self.register_parameter(name, nn.Parameter(weight))
 
