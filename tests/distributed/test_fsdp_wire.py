@@ -134,7 +134,7 @@ def evaluate_and_free() -> tuple[Tensor, int] | None:
     def look(module: nn.Module, args: Any) -> None:
         weight = module.weight
         assert isinstance(weight, Weight) and weight.state is State.GATHERED
-        kept.extend((weight.rowwise_data, weight.columnwise_data))  # type: ignore[arg-type]
+        kept.append(weight.rowwise_data)  # type: ignore[arg-type]
 
     block: Any = model.blocks[0]
     block.norm_linear.register_forward_pre_hook(look)

@@ -211,6 +211,11 @@ class ScaleGroup:
         """Of whole units: what a GEMM takes, and the versions of what it was made from."""
         self._cut: weakref.WeakValueDictionary[Any, ScaleGroup] = weakref.WeakValueDictionary()
 
+    @property
+    def keeps_columnwise(self) -> bool:
+        """Whether there are bytes of both directions. Where one is the transpose of the other, backward makes it from the bytes."""
+        return self.scheme is not None and self.scheme.two_copies and self.needs_columnwise
+
     def set_amax(self, amax: Tensor) -> None:
         """Takes the amax [1] of the matrix and makes the scale of the tensor."""
         scheme = self.scheme
@@ -296,7 +301,7 @@ class WeightMemory:
     @property
     def two_copies(self) -> bool:
         """Rowwise and columnwise bytes differ and both are needed."""
-        return self.scheme.two_copies and self.group.needs_columnwise
+        return self.group.keeps_columnwise
 
     @property
     def directions(self) -> tuple[str, ...]:
