@@ -37,7 +37,7 @@ from ottava.quant.quantization import Quantization
 from ottava.quant.scheme import Scheme, weight_scheme
 from ottava.quant.state import CURRENT
 from ottava.quant.weight import Weight, join_parts, note_made
-from ottava.quant.weight_memory import renew
+from ottava.quant.weight_renew import renew
 from ottava.recipe import Recipe
 
 __all__ = ["attach", "refresh", "shard_model"]

@@ -291,9 +291,7 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
         later = wanted and is_first_microbatch is None and self.freed_after_forward(weight)
         columnwise = wanted and not later and stage.weight.two_copies
         q = Buffers(
-            *torch.ops.ottava.quantize(
-                weight.detach(), str(stage.weight), weight_scale, amax, True, columnwise
-            )
+            *torch.ops.ottava.quantize(weight.detach(), str(stage.weight), weight_scale, amax, True, columnwise)
         )
         if stage.delayed and chain.record:
             torch.ops.ottava.record_amax_(self.delayed.fwd_amax_history, q.rowwise_amax, 3 * index + 1, 0)

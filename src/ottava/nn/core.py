@@ -133,6 +133,7 @@ def _make_quantized(stage: Stage, h: Tensor, t: StageTensors, scale: Tensor | No
         operand = (q.rowwise_data, q.rowwise_scale_inv, q.rowwise_amax)
     elif stage.backward == "high_precision" and not remake:
         operand = (norm_out if norm_out is not None else _produce(stage, source), None, None)
+    weight: tuple[Tensor | None, Tensor | None, Tensor | None]
     if stage.backward == "quantized" and t.col is not None:
         weight = (t.col, t.col_scale, t.col_amax)
     elif stage.backward != "high_precision":  # backward transposes, or dequantizes

@@ -10,7 +10,7 @@
       before a recipe is known, or without one:             n                   -
 
 With a master the parameter IS the master: an optimizer sees an ordinary high-precision tensor, and a state dict holds it. The bytes
-beside it are made once a step (`weight_memory.renew`) and travel in its place. Without one the bytes are all there is: reading ops see the
+beside it are made once a step (`weight_renew.renew`) and travel in its place. Without one the bytes are all there is: reading ops see the
 dequantized values; ops that write dequantize, compute and quantize again, with the scales that one process would have, so every
 rank has to run them. `optimizers.FusedAdam` keeps float32 masters of such weights and is what trains them well.
 
@@ -42,8 +42,8 @@ from ottava.quant.weight_memory import (
     WeightMemory,
     in_gemm_layout,
     joined_scale_inv,
-    renew,
 )
+from ottava.quant.weight_renew import renew
 
 __all__ = ["State", "Weight", "as_one_matrix", "join_parts", "link_parts", "one_matrix", "upright"]
 
@@ -381,11 +381,11 @@ def _partners(memories: Sequence[WeightMemory]) -> list[tuple[Tensor, WeightMemo
 
 
 def _quantizes_alone(weight: Weight) -> bool:
-    """Whether the ordinary kernels give the bytes: a whole unit that shares scales with nobody."""
+    """Whether one kernel gives the bytes of both directions at once: of a whole unit that shares scales with nobody."""
     memory = weight.memory
-    if weight.state is not State.WHOLE or len(memory.group.parts) > 1 or memory.weight_groups:
+    if weight.state is not State.WHOLE or len(memory.group.parts) > 1 or memory.weight_groups or not memory.two_copies:
         return False
-    return memory.scheme.block is None or all(memory.extent(d) is not Extent.MATRIX for d in memory.directions)
+    return all(memory.extent(d) is not Extent.MATRIX for d in memory.directions)
 
 
 def _quantize_whole(memory: WeightMemory, values: Tensor) -> None:
@@ -535,11 +535,7 @@ def _gathered_scales(weights: Sequence[Weight]) -> dict[str, Tensor]:
     """Scales that travelled are put under one another; those that every rank has are asked from the group."""
     group, scheme = weights[0].memory.group, weights[0].scheme
     directions = [ROWWISE, COLUMNWISE] if group.keeps_columnwise else [ROWWISE]
-    known = [
-        d
-        for d in directions
-        if scheme.block is None or group.parts[0].extent(d) is not Extent.OWN
-    ]
+    known = [d for d in directions if scheme.block is None or group.parts[0].extent(d) is not Extent.OWN]
     found = _joined_scales(group, known)
     for direction in (d for d in directions if d not in known):
         name = f"{direction}_scale_inv"
