@@ -10,7 +10,7 @@ from ottava import recipe
 from ottava.kernels import many
 from ottava.quant.scheme import Scheme
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 ops = torch.ops.ottava
 SHAPES = [(128, 256), (48, 64), (300, 160), (7, 32), (4096, 14336), (1000, 4096), (1, 16)]
 OFFSETS = [0, 0, 128, 0, 64, 32, 5, 16, 0, 128, 896, 0, 127, 112]

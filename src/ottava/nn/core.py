@@ -53,6 +53,7 @@ from ottava.nn.stage import (
 from ottava.nn.strategy import ALONE
 from ottava.quant.scheme import Scheme
 from ottava.quant.tensor import QuantizedTensor
+from ottava.quant.weight import gradient_dtype
 
 ops = torch.ops.ottava
 
@@ -398,7 +399,7 @@ class _ChainFunction(torch.autograd.Function):
         # Live buffers, not saved ones: another backward may update them before this one runs.
         ctx.bwd_scale, ctx.bwd_history = (state.bwd_scale, state.bwd_history) if delayed else (None, None)
         ctx.chain, ctx.accumulators, ctx.splits = chain, accumulators, splits
-        ctx.weight_dtypes = tuple(t.weight.dtype for t in tensors)
+        ctx.weight_dtypes = tuple(gradient_dtype(t.weight) for t in tensors)
         first = chain.stages[0]
         if first.gather_norm and norm_out is not None:
             norm_out = first.strategy.before_gemm(Operand(norm_out)).data

@@ -496,6 +496,12 @@ def _joined_scales(group: ScaleGroup, directions: Sequence[str]) -> dict[str, Te
     return found
 
 
+def gradient_dtype(weight: Tensor) -> torch.dtype:
+    """In which a weight wants its gradient: `grad_dtype` of a parameter, else its own."""
+    wanted = weight.grad_dtype if weight.is_leaf and not torch.compiler.is_compiling() else None
+    return wanted or weight.dtype
+
+
 # --------------------------------------------------------------------------------------------- several parameters as one matrix
 
 
@@ -524,7 +530,7 @@ class _OneMatrix(torch.autograd.Function):
             names = ["rowwise_data", "columnwise_data"] if group.keeps_columnwise else ["rowwise_data"]
             parts = {name: group.joined[name] for name in names}
             parts |= _gathered_scales(weights)
-        return QuantizedTensor(parts, first.scheme, (sum(ctx.rows), first.shape[1]), first.dtype)
+        return QuantizedTensor(parts, first.scheme, (sum(ctx.rows), first.shape[1]), gradient_dtype(first))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
