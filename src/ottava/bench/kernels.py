@@ -159,6 +159,10 @@ def moved_bytes(inputs: Any, outputs: Any) -> int:
     return sum(tensor.nbytes for tensor in (*_tensors(inputs), *_tensors(outputs)))
 
 
+def _as_bytes(x: Tensor) -> Tensor:
+    return x.cpu().reshape(-1).contiguous().view(torch.uint8)
+
+
 def check(case: Case, device: str) -> None:
     """Raises SystemExit if the kernel's result is not the reference's."""
     for rows in CHECKED_ROWS if device != "cpu" else CHECKED_ROWS[1:]:
@@ -166,7 +170,7 @@ def check(case: Case, device: str) -> None:
         found = _tensors(case.run(*case.inputs(rows, device)))
         for i, (a, b) in enumerate(zip(found, expected, strict=True)):
             if case.exact:
-                same = torch.equal(a.contiguous().cpu().view(torch.uint8), b.contiguous().view(torch.uint8))
+                same = a.dtype == b.dtype and torch.equal(_as_bytes(a), _as_bytes(b))
             else:
                 same = float((a.cpu().float() - b.float()).norm() / b.float().norm()) < 0.01
             if not same:

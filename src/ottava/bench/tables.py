@@ -34,14 +34,17 @@ def layer(document: dict[str, Any]) -> str:
     """Of `ottava bench layer`."""
     results = document["results"]
     bf16 = results["bf16"]["ms"]
+    known = (("peak_gib", ".2f"), ("peak_gib_selective", ".2f"), ("host_ms", ".1f"))
+    columns = tuple(column for column in known if any(column[0] in row for row in results.values()))
+    names = {"peak_gib": "peak GiB", "peak_gib_selective": "with selective recompute", "host_ms": "host ms"}
     rows = []
-    for name, row in results.items():
+    for name, row in (results | document.get("peers", {})).items():
         if "failed" in row:
-            rows.append([name, row["failed"], "", "", ""])
+            rows.append([name, row["failed"], "", *[""] * len(columns)])
             continue
-        cells = [_number(row.get(key), form) for key, form in (("peak_gib", ".2f"), ("host_ms", ".1f"))]
+        cells = [_number(row.get(key), form) for key, form in columns]
         rows.append([name, f"{row['ms']:.1f}", f"{row['ms'] / bf16:.2f}", *cells])
-    return _markdown(["recipe", "ms", "against bf16", "peak GiB", "host ms"], rows)
+    return _markdown(["", "ms", "against bf16", *(names[key] for key, _ in columns)], rows)
 
 
 def step(document: dict[str, Any]) -> str:
