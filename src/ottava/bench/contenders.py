@@ -5,9 +5,8 @@ All start from the same weights and see the same tokens. A contender is built, m
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ottava.bench.peers import best_attention, compile_blocks, convert_to_float8
 from ottava.bench.plain_llama import PlainLlama, copy_weights
 from ottava.bench.shapes import Workload, override
 from ottava.models import Llama
@@ -43,17 +42,6 @@ PEERS = {
     "te": "as torch-eager, with TransformerEngine's TransformerLayer under DelayedScaling",
 }
 """Others by name."""
-FORWARD_KERNELS = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
-"""Of attention, in the order that is fastest on an H200: peers get the one that Ottava's layers get."""
-
-
-class Unavailable(RuntimeError):
-    """A contender that cannot run here, with the reason."""
 
 
 class Outcome(NamedTuple):
@@ -165,33 +153,14 @@ def _peer(name: str, setting: Setting) -> Contender:
     parameters = sum(p.numel() for p in model.parameters())
     after: Callable[[], Any] = lambda: None  # noqa: E731
     if name.startswith("torchao"):
-        after = _convert(model, gather=name.endswith("gather"), device=device)
+        after = convert_to_float8(model, device, gather=name.endswith("gather"))
     if name in ("torch", "torchao", "torchao-gather"):
-        _compile(model)
+        compile_blocks(model.layers)
+        model.loss = torch.compile(model.loss)
     if name != "te":
         shard(model, device)
     quantized = "fp8" if name.startswith("torchao") or name == "te" else None
     return Contender(name, quantized, parameters, plain_step(model, setting, after))
-
-
-def _compile(model: PlainLlama) -> None:
-    """Each block, and the loss. FSDP's hooks then stand around a compiled block, not inside it."""
-    for i, layer in enumerate(model.layers):
-        model.layers[i] = torch.compile(layer)
-    model.loss = torch.compile(model.loss)
-
-
-def _convert(model: PlainLlama, gather: bool, device: torch.device) -> Callable[[], Any]:
-    """torchao's tensorwise dynamic float8 in the layers, not in the head. Returns what runs after the optimizer."""
-    if importlib.util.find_spec("torchao") is None:
-        raise Unavailable("torchao cannot be imported: pip install torchao")
-    if device.type != "cuda":
-        raise Unavailable("torchao's float8 products need a GPU")
-    from torchao import float8
-
-    config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=gather)
-    float8.convert_to_float8_training(model, config=config, module_filter_fn=lambda _, path: "lm_head" not in path)
-    return (lambda: float8.precompute_float8_dynamic_scale_for_fsdp(model)) if gather else (lambda: None)
 
 
 def plain_step(
@@ -208,8 +177,7 @@ def plain_step(
 
     def step() -> Outcome:
         batch = next(tokens)
-        kernels: Any = sdpa_kernel(FORWARD_KERNELS, set_priority=True) if device.type == "cuda" else nullcontext()
-        with kernels:
+        with best_attention(device):
             loss = model(batch.tokens, batch.targets)
         loss.backward()
         norm: Any = nn.utils.clip_grad_norm_(parameters, section.clip)

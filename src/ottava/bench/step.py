@@ -28,13 +28,13 @@ from ottava.bench.contenders import (
     Contender,
     Outcome,
     Setting,
-    Unavailable,
     open_contender,
     reference,
 )
 from ottava.bench.gates import GATE_FAILED, Gate, judge
 from ottava.bench.gpu_profile import profile_step
 from ottava.bench.layer import _count
+from ottava.bench.peers import Unavailable
 from ottava.bench.shapes import Workload, override, train_config, workloads
 from ottava.models import LlamaConfig
 from ottava.train.flops import Bound, device_peak
@@ -249,6 +249,8 @@ def run(options: argparse.Namespace) -> int:
             print(f"ottava bench step: {error}", file=sys.stderr)
             return 2
         with World(Place(0, 1, 0, 1, "localhost", store.port), timeout=600.0) as world:
+            if world.device.type == "cpu":
+                torch.set_num_threads(1)  # products this small lose by being shared out
             setting = Setting(workload, config, Path(folder), world)
             results = measure(entries, setting, options)
     document = {"shape": shape_name, "batch": workload.batch, "sequence": workload.length, "results": results}
@@ -302,8 +304,7 @@ def _report(document: dict[str, Any], entries: list[Entry], options: argparse.Na
     document["gates"] = [verdict.row() for verdict in verdicts]
     for verdict in verdicts:
         print(verdict)
-    slug = report.machine()["device"].lower().replace(" ", "-")
-    path = options.output or Path("benchmarks/results") / f"step-{slug}-{document['shape']}.json"
+    path = options.output or report.default_path("step", document["shape"])
     report.write(path, "step", document)
     print(f"wrote {path}")
     if any(entry.wrong for entry in entries):

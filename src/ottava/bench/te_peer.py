@@ -8,23 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ottava.bench.contenders import Unavailable
+from ottava.bench.peers import Unavailable
 from ottava.bench.plain_llama import Block, PlainLlama
+from ottava.models import LlamaConfig
 
 
 class TeBlock(nn.Module):
     """A `transformer_engine.pytorch.TransformerLayer` that takes what `Block` takes."""
 
-    def __init__(self, block: Block, model: PlainLlama, number: int, device: torch.device) -> None:
+    def __init__(self, block: Block, config: LlamaConfig, number: int, device: torch.device) -> None:
         super().__init__()
         import transformer_engine.pytorch as te
 
-        config = model.config
         self.layer = te.TransformerLayer(
             config.hidden_size, config.ffn_hidden_size, config.heads, num_gqa_groups=config.kv_heads,
             layernorm_epsilon=config.norm_eps, hidden_dropout=0.0, attention_dropout=0.0, layer_number=number, bias=False,
             normalization="RMSNorm", activation="swiglu", self_attn_mask_type="causal", attn_input_format="bshd",
-            fuse_qkv_params=False, params_dtype=torch.float32, device=device,
+            fuse_qkv_params=False, params_dtype=block.q_proj.weight.dtype, device=device,
         )  # fmt: skip
         self.rotary = te.attention.RotaryPositionEmbedding(config.head_channels, rotary_base=config.rope_theta)
         copy_block(block, self.layer)
@@ -57,7 +57,7 @@ class TeLlama(nn.Module):
         super().__init__()
         for i in range(len(plain.layers)):
             block: Any = plain.layers[i]
-            plain.layers[i] = TeBlock(block, plain, i + 1, device)
+            plain.layers[i] = TeBlock(block, plain.config, i + 1, device)
         self.plain = plain
         self.device_type = device.type
 
@@ -75,8 +75,13 @@ class TeLlama(nn.Module):
 
 def te_model(plain: PlainLlama, device: torch.device) -> TeLlama:
     """Raises Unavailable where TransformerEngine cannot be imported, or there is no GPU."""
+    require_te(device)
+    return TeLlama(plain, device)
+
+
+def require_te(device: torch.device) -> None:
+    """Raises Unavailable where TransformerEngine cannot run."""
     if importlib.util.find_spec("transformer_engine") is None:
         raise Unavailable("transformer_engine cannot be imported: pip install transformer-engine[pytorch]")
     if device.type != "cuda":
         raise Unavailable("TransformerEngine needs a GPU")
-    return TeLlama(plain, device)
