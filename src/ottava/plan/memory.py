@@ -4,8 +4,8 @@ A fake process group plays any number of ranks and answers every collective at o
 shapes only. What is run is the real program: the modules, their kernels' fake functions, FSDP's gathers, the optimizer. torch's
 `FSDPMemTracker` finds the peak; what a rank holds between steps is added up from its tensors.
 
-Counted are tensors, on the CPU's code path: no allocator's rounding or cache, no workspaces of libraries, no communicator's buffers.
-On a GPU keep a tenth or two in reserve.
+Counted are tensors, on the CPU's code path (the loss takes the GPU's, `models/head_loss.py`): no allocator's rounding or cache, no
+workspaces of libraries, no communicator's buffers. On a GPU keep a tenth or two in reserve.
 """
 
 from __future__ import annotations
