@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from ottava import torch_private
 from ottava.distributed.vocabulary import VocabParallelHead, vocab_parallel_cross_entropy
 from ottava.models.head_loss import head_loss
+from ottava.nn.attention_documents import PackedDocuments
 
 MAX_LOGITS = 2**29
 """Logits that exist at a time in a loss: 1 GiB in bf16. On a CPU as much again for their gradient, which else takes their place."""
@@ -58,7 +59,7 @@ class CausalLM(nn.Module):
     """Of TransformerLayer: what `parallelize` shards one by one."""
     head: VocabParallelHead
     vocab_size: int
-    hidden: Callable[[Tensor, Tensor | None, bool | None], Tensor]
+    hidden: Callable[[Tensor, Tensor | PackedDocuments | None, bool | None], Tensor]
     """tokens [b, s] -> what the head takes, [s, b, hidden]; [s/tp, b, hidden] under sequence parallelism."""
     tables: list[nn.Module]
     """Modules whose weight is looked up, not multiplied (unless the head shares it)."""
@@ -67,13 +68,14 @@ class CausalLM(nn.Module):
         self,
         tokens: Tensor,
         targets: Tensor | None = None,
-        documents: Tensor | None = None,
+        documents: Tensor | PackedDocuments | None = None,
         is_first_microbatch: bool | None = None,
         **loss: Any,
     ) -> Tensor:
         """tokens [b, s] -> logits [b, s, vocabulary]; with `targets` the loss, see `loss`.
 
-        documents [b, s]: the number of each token's document within its row; a token sees its own document only.
+        documents [b, s]: the number of each token's document within its row; a token sees its own document only. Documents lie
+        end to end. A `PackedDocuments` made from a tensor on the CPU lets a GPU use the fastest kernels without being waited for.
         is_first_microbatch: as for TransformerLayer. Logits of a vocabulary that is split over ranks are gathered, without a
         gradient: training goes through the loss.
         """
@@ -84,7 +86,9 @@ class CausalLM(nn.Module):
             raise ValueError(f"{', '.join(loss)} belong to a loss: pass targets too.")
         return _whole_rows(self.head(x), self.head.group)[..., : self.vocab_size].transpose(0, 1)
 
-    def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None, **options: Any) -> Tensor:
+    def loss(
+        self, tokens: Tensor, targets: Tensor, documents: Tensor | PackedDocuments | None = None, **options: Any
+    ) -> Tensor:
         """Cross-entropy of the logits of `tokens` [b, s] with `targets` [b, s]; a target of -100 does not count.
 
         Options: z_loss, label_smoothing and ignore_index of `vocab_parallel_cross_entropy`; reduction, "mean" or "sum";
@@ -159,38 +163,15 @@ def init_methods(std: float, layers: int) -> tuple[Callable[[Tensor], Any], Call
     return functools.partial(normal, std=std), functools.partial(normal, std=std / math.sqrt(2 * layers))
 
 
-def document_mask(documents: Tensor) -> Tensor:
-    """documents [b, s] -> [b, 1, s, s], True where a token may not look: at later tokens and at other documents.
-
-    >>> document_mask(torch.tensor([[0, 0, 1]]))[0, 0].int().tolist()
-    [[0, 1, 1], [0, 0, 1], [1, 1, 0]]
-    """
-    s = documents.shape[1]
-    later = torch.ones(s, s, dtype=torch.bool, device=documents.device).triu_(1)
-    return (later | (documents[:, :, None] != documents[:, None, :]))[:, None]
-
-
-def document_positions(documents: Tensor) -> Tensor:
-    """documents [b, s] -> [b, s]: the position of each token in its document.
-
-    >>> document_positions(torch.tensor([[0, 0, 0, 1, 1, 2]])).tolist()
-    [[0, 1, 2, 0, 1, 0]]
-    """
-    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    first = torch.ones_like(documents, dtype=torch.bool)
-    first[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return index - torch.where(first, index, 0).cummax(dim=1).values
-
-
 def run_layers(
     layers: nn.ModuleList,
     x: Tensor,
-    documents: Tensor | None,
+    documents: Tensor | PackedDocuments | None,
     is_first_microbatch: bool | None,
     rotary: Tensor | None = None,
 ) -> Tensor:
-    """x [s, b, hidden] through all layers. One mask of documents serves all of them."""
-    mask = None if documents is None else document_mask(documents)
+    """x [s, b, hidden] through all layers. Where documents lie is found once for all of them."""
+    mask = PackedDocuments.of(documents, x.device)
     kind = "causal" if documents is None else "arbitrary"
     for layer in layers:
         x = layer(x, mask, self_attn_mask_type=kind, rotary_pos_emb=rotary, is_first_microbatch=is_first_microbatch)

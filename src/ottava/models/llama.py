@@ -17,6 +17,7 @@ from ottava.distributed.vocabulary import VocabParallelEmbedding, VocabParallelH
 from ottava.models.causal_lm import CausalLM, FlopsPerToken, init_methods, layer_flops, run_layers
 from ottava.models.checks import check_positive, check_shape
 from ottava.nn import RMSNorm, TransformerLayer
+from ottava.nn.attention_documents import PackedDocuments
 from ottava.nn.rotary import RotaryPositionEmbedding
 
 
@@ -129,7 +130,10 @@ class Llama(CausalLM):
         self.tables = [self.embedding]
 
     def hidden(
-        self, tokens: Tensor, documents: Tensor | None = None, is_first_microbatch: bool | None = None
+        self,
+        tokens: Tensor,
+        documents: Tensor | PackedDocuments | None = None,
+        is_first_microbatch: bool | None = None,
     ) -> Tensor:
         """tokens [b, s] -> [s, b, hidden]."""
         angles = self.rotary(
