@@ -38,6 +38,10 @@ TILE = 128
 """Tokens of a chunk are a multiple of this where they can be: the tiles of a GEMM, and the longest blocks of a recipe."""
 
 
+ALIGNED = 16
+"""Logits of a row on a GPU are padded to a multiple of this: cuBLAS and loads of 16 bytes are several times slower on other rows."""
+
+
 class _Plan(NamedTuple):
     """All but the tensors."""
 
@@ -136,8 +140,14 @@ class _Products:
         self.weight = weight.to(dtype)
 
     def logits(self, x: Tensor) -> Tensor:
+        """[t, V/tp]; on a GPU with columns of no meaning behind them where rows would not be aligned."""
         self.x = x
-        return ops.mm(x, self.weight, None, x.dtype)
+        missing = -self.weight.shape[0] % ALIGNED if x.is_cuda else 0
+        if not missing:
+            return ops.mm(x, self.weight, None, x.dtype)
+        out = x.new_empty(x.shape[0], self.weight.shape[0] + missing)
+        torch.mm(x, self.weight.t(), out=out[:, :-missing])
+        return out
 
     def take(self, dlogits: Tensor) -> None:
         self.dlogits = dlogits
@@ -251,7 +261,7 @@ def _in_chunks(x: Tensor, weight: Tensor, targets: Tensor, plan: _Plan) -> tuple
     products = kind(weight, plan, x.dtype)
     wide = torch.promote_types(x.dtype, torch.float32)
     losses = x.new_empty(x.shape[0], dtype=wide)
-    dx = torch.empty_like(x) if plan.wants_dx else None
+    dx = x.new_empty(x.shape) if plan.wants_dx else None
     dweight: Tensor | None = None
     chunk = plan.chunk if plan.quantization is None else -(-plan.chunk // TILE) * TILE
     several = chunk < x.shape[0]
@@ -260,7 +270,7 @@ def _in_chunks(x: Tensor, weight: Tensor, targets: Tensor, plan: _Plan) -> tuple
         logits = products.logits(x[part])
         losses[part] = _losses(logits, targets[part], plan)
         if plan.wants_dx or plan.wants_dweight:
-            products.take(logits)
+            products.take(logits[:, : weight.shape[0]])
             if dx is not None:
                 dx[part] = products.dx()
             if dweight is not None:
