@@ -19,7 +19,7 @@ from torch import Tensor
 from ottava.bench import report, timing
 from ottava.bench.gates import GATE_FAILED
 from ottava.bench.layer import _count
-from ottava.kernels import activation, cast, norm, residual, rope
+from ottava.kernels import activation, cast, head_loss, norm, residual, rope
 from ottava.quant.scheme import Scheme
 from ottava.recipe import DelayedScaling, Float8BlockScaling
 
@@ -37,9 +37,10 @@ class Sizes:
     ffn: int = 14336
     heads: int = 32
     kv_heads: int = 8
+    words: int = 128256
 
 
-SMALL = Sizes(hidden=128, ffn=256, heads=4, kv_heads=2)
+SMALL = Sizes(hidden=128, ffn=256, heads=4, kv_heads=2, words=1000)
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,13 @@ def _others(sizes: Sizes) -> Iterator[Case]:
             False,
         )
 
+    def logits(rows: int, device: str) -> tuple[Any, ...]:
+        return _random(rows, sizes.words, device=device), torch.arange(rows, device=device) % sizes.words
+
+    def loss_in_place(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:  # read, and written with the gradient
+        return head_loss.loss_fused_(logits, targets, 0, sizes.words, sizes.words, -100, 0.0, 0.0), logits
+
+    yield Case("cross-entropy + gradient", logits, loss_in_place, exact=False)
     yield Case("amax", x, cast.amax)
     yield Case("norm statistics", stats, norm.stats, exact=False)
     yield Case("norm backward", backward, norm.backward, exact=False)
