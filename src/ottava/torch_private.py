@@ -214,11 +214,17 @@ def fake_mode() -> Any:
 def peak_memory(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[], None]) -> dict[str, int]:
     """Bytes of tensors on the CPU when most live during `step()`, by kind ("Sharded Param", "Activation", ...) and in "Total".
 
-    model: sharded by `fully_shard`. Inside `fake_mode`.
+    Inside `fake_mode`. A model that `fully_shard` has sharded has kinds of its own.
     """
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+    from torch.distributed._tools.mem_tracker import MemTracker
+    from torch.distributed.fsdp import FSDPModule
 
-    tracker = FSDPMemTracker(model, optimizer)
+    if isinstance(model, FSDPModule):
+        tracker: MemTracker = FSDPMemTracker(model, optimizer)
+    else:
+        tracker = MemTracker()
+        tracker.track_external(model, optimizer)
     with tracker:
         step()
     snapshot = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]

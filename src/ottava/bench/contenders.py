@@ -144,7 +144,9 @@ def shard(model: PlainLlama, device: torch.device) -> None:
     """FSDP2 over one rank: float32 parameters, bf16 products (float32 on a CPU), gradients reduced in float32."""
     mesh = init_device_mesh(device.type, (1,))
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )  # cos and sin stay float32
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -185,9 +187,9 @@ def plain_step(
 
     def step() -> Outcome:
         batch = next(tokens)
-        with best_attention(device):
+        with best_attention(device):  # backward too, where layers are recomputed
             loss = model(batch.tokens, batch.targets)
-        loss.backward()
+            loss.backward()
         norm: Any = nn.utils.clip_grad_norm_(parameters, section.clip)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         if update:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ottava.kernels import attention_backend as backends
 from ottava.kernels.fixed_order import matmul
 from ottava.kernels.registry import define
 
@@ -31,6 +32,7 @@ CUDA_BACKENDS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
+FLASH_FIRST = sorted(CUDA_BACKENDS, key=lambda kind: kind is not SDPBackend.FLASH_ATTENTION)
 
 # --------------------------------------------------------------------------------------------------------- the arithmetic
 
@@ -87,8 +89,8 @@ class _Scores:
         """The queries of a block, folded, [b, g, h/g * rows, d]."""
         return self.fold(self.q[:, :, low:high].to(self.work))
 
-    def weights(self, low: int, high: int, end: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """exp(score - largest score) of a block [b, h, rows, end], their sum [b, h, rows, 1], and the sink's part of that sum."""
+    def masked(self, low: int, high: int, end: int) -> Tensor:
+        """The scores of a block [b, h, rows, end], -inf where a query may not look."""
         scores = self.unfold(matmul(self.rows(low, high), self.k[:, :, :end].transpose(-1, -2))) * self.scale
         if self.bias is not None:
             scores = scores + self.bias[:, :, low:high, :end].to(self.work)
@@ -97,6 +99,11 @@ class _Scores:
             scores = scores.masked_fill(torch.arange(end, device=scores.device) > row, float("-inf"))
         if self.allowed is not None:
             scores = scores.masked_fill(~self.allowed[:, :, low:high, :end], float("-inf"))
+        return scores
+
+    def weights(self, low: int, high: int, end: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """exp(score - largest score) of a block [b, h, rows, end], their sum [b, h, rows, 1], and the sink's part of that sum."""
+        scores = self.masked(low, high, end)
         largest = scores.amax(-1, keepdim=True)
         sink = None
         if self.sink is not None:
@@ -272,6 +279,10 @@ def _fused(
 ) -> Tensor:
     """torch's scaled_dot_product_attention. Keys and values are repeated over their queries only where a mask forces it."""
     q, k, v = (_by_head(x, batch_first) for x in (q, k, v))
+    special = allowed is not None or bias is not None or dropout > 0.0
+    backend = backends.dense_backend(q, k, v, causal, special)
+    if backend == "flash4":
+        return _flash4(q, k, v, scale, causal, batch_first)
     alive = None
     mask = allowed
     if mask is not None or bias is not None:
@@ -287,7 +298,8 @@ def _fused(
         if share > 1:
             k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
         causal = False
-    with sdpa_kernel(CUDA_BACKENDS, set_priority=True):
+    order = FLASH_FIRST if backend == "flash" else CUDA_BACKENDS
+    with sdpa_kernel(order, set_priority=True):
         out = F.scaled_dot_product_attention(
             q,
             k,
@@ -301,3 +313,12 @@ def _fused(
     if alive is not None:
         out = torch.where(alive, out, torch.zeros((), dtype=out.dtype, device=out.device))
     return out.transpose(1, 2) if batch_first else out.permute(2, 0, 1, 3)
+
+
+def _flash4(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, batch_first: bool) -> Tensor:
+    """flash-attn-4 on [b, h, s, d]; it takes any strides, and answers [b, s, h, d]."""
+    module = backends.flash4()
+    assert module is not None
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out, _ = module.flash_attn_func(q, k, v, softmax_scale=scale, causal=causal)
+    return out if batch_first else out.transpose(0, 1)

@@ -13,10 +13,13 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.utils.checkpoint import checkpoint
 
+from ottava import torch_private
 from ottava.distributed.vocabulary import VocabParallelHead, vocab_parallel_cross_entropy
+from ottava.models.head_loss import head_loss
+from ottava.nn.attention_documents import PackedDocuments
 
 MAX_LOGITS = 2**29
-"""Logits that exist at a time in a loss: 1 GiB in bf16, and as much again for their gradient."""
+"""Logits that exist at a time in a loss: 1 GiB in bf16. On a CPU as much again for their gradient, which else takes their place."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class CausalLM(nn.Module):
     """Of TransformerLayer: what `parallelize` shards one by one."""
     head: VocabParallelHead
     vocab_size: int
-    hidden: Callable[[Tensor, Tensor | None, bool | None], Tensor]
+    hidden: Callable[[Tensor, Tensor | PackedDocuments | None, bool | None], Tensor]
     """tokens [b, s] -> what the head takes, [s, b, hidden]; [s/tp, b, hidden] under sequence parallelism."""
     tables: list[nn.Module]
     """Modules whose weight is looked up, not multiplied (unless the head shares it)."""
@@ -65,13 +68,14 @@ class CausalLM(nn.Module):
         self,
         tokens: Tensor,
         targets: Tensor | None = None,
-        documents: Tensor | None = None,
+        documents: Tensor | PackedDocuments | None = None,
         is_first_microbatch: bool | None = None,
         **loss: Any,
     ) -> Tensor:
         """tokens [b, s] -> logits [b, s, vocabulary]; with `targets` the loss, see `loss`.
 
-        documents [b, s]: the number of each token's document within its row; a token sees its own document only.
+        documents [b, s]: the number of each token's document within its row; a token sees its own document only. Documents lie
+        end to end. A `PackedDocuments` made from a tensor on the CPU lets a GPU use the fastest kernels without being waited for.
         is_first_microbatch: as for TransformerLayer. Logits of a vocabulary that is split over ranks are gathered, without a
         gradient: training goes through the loss.
         """
@@ -82,11 +86,14 @@ class CausalLM(nn.Module):
             raise ValueError(f"{', '.join(loss)} belong to a loss: pass targets too.")
         return _whole_rows(self.head(x), self.head.group)[..., : self.vocab_size].transpose(0, 1)
 
-    def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None, **options: Any) -> Tensor:
+    def loss(
+        self, tokens: Tensor, targets: Tensor, documents: Tensor | PackedDocuments | None = None, **options: Any
+    ) -> Tensor:
         """Cross-entropy of the logits of `tokens` [b, s] with `targets` [b, s]; a target of -100 does not count.
 
         Options: z_loss, label_smoothing and ignore_index of `vocab_parallel_cross_entropy`; reduction, "mean" or "sum";
-        max_logits: how many logits may exist at a time. More tokens are taken in pieces, whose logits are made again in backward.
+        max_logits: how many logits may exist at a time; more tokens are taken in pieces. Gradients of the head are made in forward
+        (`models/head_loss.py`), so backward runs once; on a CPU logits of pieces are made again in backward.
 
             >>> model = Llama(LlamaConfig(vocab_size=64, hidden_size=32, ffn_hidden_size=64, layers=1, heads=2, kv_heads=1))
             >>> tokens = torch.randint(64, (2, 17))
@@ -101,6 +108,16 @@ class CausalLM(nn.Module):
         """x [s, b, hidden], targets [s, b]. Under sequence parallelism x is [s/tp, b, hidden]: a piece is a slice of all parts."""
         if reduction not in ("mean", "sum"):
             raise ValueError(f"reduction of a model's loss must be 'mean' or 'sum', got {reduction!r}.")
+        if x.is_cuda or torch_private.is_fake(x) or self.head.quantized:
+            total = head_loss(self.head, x, targets, max_logits, **options)
+        else:
+            total = self._loss_on_cpu(x, targets, max_logits, **options)
+        if reduction == "sum":
+            return total
+        return total / (targets != options.get("ignore_index", -100)).sum().clamp(min=1)
+
+    def _loss_on_cpu(self, x: Tensor, targets: Tensor, max_logits: int, **options: Any) -> Tensor:
+        """The sum in the order in which a mesh of any size adds: see `kernels/cross_entropy.py`. Pieces are made again in backward."""
         parts = targets.reshape(-1, *x.shape[:2])  # [tp, s/tp, b], or [1, s, b]
 
         def piece(x: Tensor, targets: Tensor) -> Tensor:
@@ -112,15 +129,12 @@ class CausalLM(nn.Module):
         a_position = parts.shape[0] * x.shape[1] * self.head.rows  # logits of one position of x
         step = max(max_logits // a_position, 1)
         if step >= x.shape[0]:
-            total = piece(x, parts.flatten(0, 1))
-        else:
-            total = x.new_zeros((), dtype=torch.float32)
-            for i in range(0, x.shape[0], step):
-                some = parts[:, i : i + step].flatten(0, 1)
-                total = total + checkpoint(piece, x[i : i + step], some, use_reentrant=False)
-        if reduction == "sum":
-            return total
-        return total / (targets != options.get("ignore_index", -100)).sum().clamp(min=1)
+            return piece(x, parts.flatten(0, 1))
+        total = x.new_zeros((), dtype=torch.float32)
+        for i in range(0, x.shape[0], step):
+            some = parts[:, i : i + step].flatten(0, 1)
+            total = total + checkpoint(piece, x[i : i + step], some, use_reentrant=False)
+        return total
 
     def num_parameters(self, tables: bool = True) -> int:
         """Parameters of the whole model, tied ones once. tables=False leaves out embeddings that are only looked up."""
@@ -149,38 +163,15 @@ def init_methods(std: float, layers: int) -> tuple[Callable[[Tensor], Any], Call
     return functools.partial(normal, std=std), functools.partial(normal, std=std / math.sqrt(2 * layers))
 
 
-def document_mask(documents: Tensor) -> Tensor:
-    """documents [b, s] -> [b, 1, s, s], True where a token may not look: at later tokens and at other documents.
-
-    >>> document_mask(torch.tensor([[0, 0, 1]]))[0, 0].int().tolist()
-    [[0, 1, 1], [0, 0, 1], [1, 1, 0]]
-    """
-    s = documents.shape[1]
-    later = torch.ones(s, s, dtype=torch.bool, device=documents.device).triu_(1)
-    return (later | (documents[:, :, None] != documents[:, None, :]))[:, None]
-
-
-def document_positions(documents: Tensor) -> Tensor:
-    """documents [b, s] -> [b, s]: the position of each token in its document.
-
-    >>> document_positions(torch.tensor([[0, 0, 0, 1, 1, 2]])).tolist()
-    [[0, 1, 2, 0, 1, 0]]
-    """
-    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    first = torch.ones_like(documents, dtype=torch.bool)
-    first[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return index - torch.where(first, index, 0).cummax(dim=1).values
-
-
 def run_layers(
     layers: nn.ModuleList,
     x: Tensor,
-    documents: Tensor | None,
+    documents: Tensor | PackedDocuments | None,
     is_first_microbatch: bool | None,
     rotary: Tensor | None = None,
 ) -> Tensor:
-    """x [s, b, hidden] through all layers. One mask of documents serves all of them."""
-    mask = None if documents is None else document_mask(documents)
+    """x [s, b, hidden] through all layers. Where documents lie is found once for all of them."""
+    mask = PackedDocuments.of(documents, x.device)
     kind = "causal" if documents is None else "arbitrary"
     for layer in layers:
         x = layer(x, mask, self_attn_mask_type=kind, rotary_pos_emb=rotary, is_first_microbatch=is_first_microbatch)

@@ -18,13 +18,13 @@ from ottava.distributed.vocabulary import VocabParallelEmbedding, VocabParallelH
 from ottava.models.causal_lm import (
     CausalLM,
     FlopsPerToken,
-    document_positions,
     init_methods,
     layer_flops,
     run_layers,
 )
 from ottava.models.checks import check_positive, check_shape
 from ottava.nn import LayerNorm, TransformerLayer
+from ottava.nn.attention_documents import PackedDocuments, document_positions
 from ottava.nn.random_replay import drawing_own_masks
 
 
@@ -90,6 +90,7 @@ class GPT(CausalLM):
         params_dtype: torch.dtype | None = None,
         recompute: str = "none",
         get_rng_state_tracker: Callable[[], Any] | None = None,
+        fp8_head: bool = False,
     ) -> None:
         super().__init__()
         self.config, self.vocab_size = config, config.vocab_size
@@ -127,23 +128,28 @@ class GPT(CausalLM):
         self.norm = LayerNorm(config.hidden_size, eps=config.norm_eps, **where)
         shared = self.embedding.weight if config.tie_embeddings else None
         self.head = VocabParallelHead(config.vocab_size, config.hidden_size, weight=shared, **vocabulary)
+        self.head.quantized = fp8_head
         self.tables = [self.embedding, self.positions]
 
     def hidden(
-        self, tokens: Tensor, documents: Tensor | None = None, is_first_microbatch: bool | None = None
+        self,
+        tokens: Tensor,
+        documents: Tensor | PackedDocuments | None = None,
+        is_first_microbatch: bool | None = None,
     ) -> Tensor:
         """tokens [b, s] -> [s, b, hidden]."""
         length = tokens.shape[1]
         if length > self.config.max_length:
             raise ValueError(f"GPT learned {self.config.max_length} positions, got a sequence of {length} tokens.")
-        if documents is None:
+        packed = PackedDocuments.of(documents, tokens.device)
+        if packed is None:
             positions = torch.arange(length, device=tokens.device).expand_as(tokens)
         else:
-            positions = document_positions(documents)
+            positions = document_positions(packed.documents)
         x = self.embedding(tokens.t()) + self.positions(positions.t())
         with drawing_own_masks(self.get_rng_state_tracker, self.embedding.sequence_parallel):
             x = self.dropout(x)
-        return self.norm(run_layers(self.layers, x, documents, is_first_microbatch))
+        return self.norm(run_layers(self.layers, x, packed, is_first_microbatch))
 
     def flops_per_token(self, sequence: int) -> FlopsPerToken:
         """Forward and backward, for sequences of `sequence` tokens."""

@@ -215,6 +215,11 @@ class Packed:
         return torch.where(real.view(-1, *(1,) * (padded.dim() - 2)), gathered, gathered.new_zeros(()))
 
 
+def before(end: Tensor, tokens: Tensor) -> Tensor:
+    """Which rows of tokens [t, h, d] lie before `end`, a number on the device: bool [t, 1, 1]."""
+    return (torch.arange(tokens.shape[0], device=tokens.device) < end)[:, None, None]
+
+
 def packed(
     cu_seqlens: Tensor | None, cu_seqlens_padded: Tensor | None, longest: int | None, tokens: int, side: str
 ) -> Packed:

@@ -283,16 +283,15 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
         if stored is not None:
             self._check_same_scheme(stored, stage.weight)
             return _operands(stored)
-        # A copy that is kept may serve a later forward that does have a backward.
-        columnwise = stage.backward == "quantized" and (torch.is_grad_enabled() or bool(is_first_microbatch))
+        # A copy that is kept may serve a later forward that does have a backward. Bytes that can be transposed are, by that backward.
+        wanted = stage.backward == "quantized" and (torch.is_grad_enabled() or bool(is_first_microbatch))
         weight_scale = scale[3 * index + 1 : 3 * index + 2] if stage.delayed else None  # type: ignore[index]
         check_float(weight, self.describe("weight"))
         amax = None if stage.delayed else shared_weight_amax(stage, weight)
-        later = columnwise and is_first_microbatch is None and self.freed_after_forward(weight)
+        later = wanted and is_first_microbatch is None and self.freed_after_forward(weight)
+        columnwise = wanted and not later and stage.weight.two_copies
         q = Buffers(
-            *torch.ops.ottava.quantize(
-                weight.detach(), str(stage.weight), weight_scale, amax, True, columnwise and not later
-            )
+            *torch.ops.ottava.quantize(weight.detach(), str(stage.weight), weight_scale, amax, True, columnwise)
         )
         if stage.delayed and chain.record:
             torch.ops.ottava.record_amax_(self.delayed.fwd_amax_history, q.rowwise_amax, 3 * index + 1, 0)

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ottava.kernels.activation import get as get_activation
 from ottava.kernels.cast import Buffers, operand_amax
+from ottava.nn.columnwise import LaterTensor
 from ottava.nn.operand import Operand, columnwise, rowwise, transposed
 from ottava.nn.product import product
 from ottava.nn.stage import (
@@ -52,6 +53,7 @@ from ottava.nn.stage import (
 from ottava.nn.strategy import ALONE
 from ottava.quant.scheme import Scheme
 from ottava.quant.tensor import QuantizedTensor
+from ottava.quant.weight import gradient_dtype
 
 ops = torch.ops.ottava
 
@@ -132,9 +134,10 @@ def _make_quantized(stage: Stage, h: Tensor, t: StageTensors, scale: Tensor | No
         operand = (q.rowwise_data, q.rowwise_scale_inv, q.rowwise_amax)
     elif stage.backward == "high_precision" and not remake:
         operand = (norm_out if norm_out is not None else _produce(stage, source), None, None)
-    if stage.backward == "quantized":
+    weight: tuple[Tensor | None, Tensor | None, Tensor | None]
+    if stage.backward == "quantized" and t.col is not None:
         weight = (t.col, t.col_scale, t.col_amax)
-    elif stage.backward == "dequantized":
+    elif stage.backward != "high_precision":  # backward transposes, or dequantizes
         weight = (t.row, t.row_scale, t.row_amax)
     else:
         weight = (t.weight, None, None)
@@ -235,7 +238,9 @@ def _dgrad_operand(stage: Stage, s: Saved, dtype: torch.dtype) -> Operand:
     """The weight's side of dgrad [K, N]: the columnwise copy, or a view of the weight in high precision."""
     assert s.weight_data is not None
     if _quantizes_gradient(stage):
-        return Operand(s.weight_data, s.weight_scale_inv, s.weight_amax, stage.weight)
+        held = Operand(s.weight_data, s.weight_scale_inv, s.weight_amax, stage.weight)
+        assert stage.weight is not None
+        return held if stage.weight.two_copies or isinstance(s.weight_data, LaterTensor) else transposed(held)
     if stage.backward == "dequantized" and stage.weight is not None:
         weight = ops.dequantize(s.weight_data, s.weight_scale_inv, s.weight_amax, str(stage.weight), dtype)
     elif isinstance(s.weight_data, QuantizedTensor):
@@ -394,7 +399,7 @@ class _ChainFunction(torch.autograd.Function):
         # Live buffers, not saved ones: another backward may update them before this one runs.
         ctx.bwd_scale, ctx.bwd_history = (state.bwd_scale, state.bwd_history) if delayed else (None, None)
         ctx.chain, ctx.accumulators, ctx.splits = chain, accumulators, splits
-        ctx.weight_dtypes = tuple(t.weight.dtype for t in tensors)
+        ctx.weight_dtypes = tuple(gradient_dtype(t.weight) for t in tensors)
         first = chain.stages[0]
         if first.gather_norm and norm_out is not None:
             norm_out = first.strategy.before_gemm(Operand(norm_out)).data

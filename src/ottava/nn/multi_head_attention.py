@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ottava.nn import attention_mask as masks
 from ottava.nn.attention import FORMATS, DotProductAttention, check_heads
+from ottava.nn.attention_documents import PackedDocuments
 from ottava.nn.base import InitMethod
 from ottava.nn.layernorm import LayerNorm, RMSNorm
 from ottava.nn.layernorm_linear import LayerNormLinear
@@ -254,7 +255,7 @@ class MultiheadAttention(torch.nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        attention_mask: Tensor | tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | tuple[Tensor, Tensor] | PackedDocuments | None = None,
         encoder_output: Tensor | None = None,
         attn_mask_type: str | None = None,
         window_size: tuple[int, int] | None = None,

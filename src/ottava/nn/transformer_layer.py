@@ -12,6 +12,7 @@ from torch import Tensor
 from ottava.kernels.residual import bias_residual
 from ottava.nn import attention_mask as masks
 from ottava.nn.attention import FORMATS
+from ottava.nn.attention_documents import PackedDocuments
 from ottava.nn.base import InitMethod
 from ottava.nn.layernorm import LayerNorm, RMSNorm
 from ottava.nn.layernorm_mlp import LayerNormMLP
@@ -248,7 +249,7 @@ class TransformerLayer(torch.nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | PackedDocuments | None = None,
         self_attn_mask_type: str | None = None,
         window_size: tuple[int, int] | None = None,
         encoder_output: Tensor | None = None,

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ottava.nn.attention_documents import PackedDocuments
 from ottava.train.order import Permutation
 from ottava.train.token_file import TokenFile
 
@@ -33,16 +34,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Batch:
-    """tokens [b, s], targets [b, s] int64 (the tokens, one later), and with document masks the number of each token's document."""
+    """tokens [b, s], targets [b, s] int64 (the tokens, one later), and with document masks the number of each token's document,
+    which stays on the CPU."""
 
     tokens: Tensor
     targets: Tensor
     documents: Tensor | None
 
     def to(self, device: torch.device | str) -> Batch:
-        """On another device. From pinned memory the copy does not wait."""
-        moved = [None if t is None else t.to(device, non_blocking=True) for t in self._tensors()]
-        return Batch(*moved)  # type: ignore[arg-type]
+        """On another device. From pinned memory the copy does not wait. `documents` stays, see `packed`."""
+        return Batch(
+            self.tokens.to(device, non_blocking=True), self.targets.to(device, non_blocking=True), self.documents
+        )
+
+    def packed(self) -> PackedDocuments | None:
+        """The documents as attention takes them where the tokens are. Their lengths are found on the host: no GPU is waited for."""
+        return None if self.documents is None else PackedDocuments(self.documents, self.tokens.device)
 
     def pin_memory(self) -> Batch:
         """In memory that a GPU can copy from by itself."""

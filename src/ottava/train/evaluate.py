@@ -20,7 +20,7 @@ def evaluate(model: DistributedModel, data: Data, config: Config, world: World) 
             for part in batch.to(world.device).split(train.micro_batch):
                 with model.precision():
                     loss = model.module(
-                        part.tokens, part.targets, part.documents, reduction="sum", max_logits=train.max_logits
+                        part.tokens, part.targets, part.packed(), reduction="sum", max_logits=train.max_logits
                     )
                 total += float(loss)
                 count += float((part.targets != IGNORED).sum())

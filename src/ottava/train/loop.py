@@ -174,7 +174,7 @@ class Loop:
             loss = model.module(
                 part.tokens,
                 part.targets,
-                part.documents,
+                part.packed(),
                 is_first_microbatch=first,
                 reduction="sum",
                 z_loss=config.z_loss,

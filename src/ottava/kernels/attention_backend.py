@@ -1,0 +1,148 @@
+"""Which attention kernel runs: by what is installed, by shape, and by what the user says.
+
+Milliseconds, forward + backward, medians on an H200, bf16, causal, 32 query and 8 key/value heads (packed: documents of mean length
+1,000). The choice below follows this table; a shape that is not in it takes what torch has.
+
+| | 1x8192, d 128 | 4x4096, d 64 | packed 1x8192, d 128 | packed 4x4096, d 64 |
+|---|---|---|---|---|
+| cudnn: torch's scaled_dot_product_attention | 0.98 + 2.93 | 0.71 + 2.11 | - | - |
+| flash: torch's FlashAttention 2, `varlen_attn` | 1.88 + 5.07 | 1.04 + 3.10 | 0.54 + 1.32 | 0.94 + 2.04 |
+| flash4: `flash-attn-4` 4.0.0b36, `pip install ottava[flash]` | 0.95 + 2.64 | 0.80 + 1.80 | 0.33 + 0.91 | 0.52 + 1.14 |
+| FlexAttention, compiled, block mask (not used) | - | - | 0.45 + 1.14 | 1.63 + 3.01 |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ottava.notices import log, warn_once
+
+NAMES = ("auto", "cudnn", "flash", "flash4", "triton")
+"""cudnn: dense attention only. triton: packed documents only. The others do both."""
+
+FLASH4_CHANNELS = (64, 128)
+"""Channels of a head at which flash4 was measured, and was faster than cuDNN, forward and backward together."""
+FLASH4_QUERIES = 2048
+"""Queries from which flash4 is chosen for dense attention: shorter ones were not measured."""
+
+_forced = (
+    "auto"  # of the process: a recomputed forward runs in another thread, and must choose what the first one chose
+)
+
+
+@contextlib.contextmanager
+def attention_backend(name: str) -> Iterator[None]:
+    """Within it attention on a GPU runs on `name`, in all of the process: "cudnn", "flash", "flash4", "triton" (packed documents), or
+    "auto", by shape.
+
+    Where that kernel does not do what is asked for (a mask, dropout, float32), attention still runs on what does.
+
+        >>> with attention_backend("flash"):
+        ...     DotProductAttention(4, 16)(q, k, v)
+    """
+    if name not in NAMES:
+        raise ValueError(f"attention_backend must be one of {', '.join(NAMES)}; got {name!r}.")
+    if name == "flash4" and flash4() is None:
+        raise ValueError("attention_backend 'flash4' needs the package flash-attn-4: pip install 'ottava[flash]'.")
+    global _forced
+    before, _forced = _forced, name
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def forced() -> str:
+    """The name that `attention_backend` was given, or "auto"."""
+    return _forced
+
+
+@functools.cache
+def flash4() -> ModuleType | None:
+    """`flash_attn.cute`, if it is installed and can be imported. An installation that is broken is reported, not silently passed by."""
+    try:
+        if importlib.util.find_spec("flash_attn.cute") is None:
+            return None
+    except ModuleNotFoundError:  # no flash_attn at all
+        return None
+    try:
+        return importlib.import_module("flash_attn.cute")
+    except Exception as error:  # a beta with compiled parts of other packages: anything may be wrong with it
+        warn_once(f"ottava: flash-attn-4 is installed but cannot be imported ({error!r}); torch's kernels are used.")
+        return None
+
+
+@functools.cache
+def say_once(message: str) -> None:
+    """Logs at INFO, the first time."""
+    log.info(message)
+
+
+def dense_backend(q: Tensor, k: Tensor, v: Tensor, causal: bool, special: bool) -> str:
+    """For q [b, h, s, d], k and v [b, g, t, d] on a GPU. special: a mask, a bias or dropout, which only torch's kernels take."""
+    asked = forced()
+    chosen = asked if asked in ("cudnn", "flash") else "cudnn"
+    if not special and flash4_fits(q, k, v) and (not causal or q.shape[2] == k.shape[2]):
+        measured = q.shape[3] in FLASH4_CHANNELS and q.shape[2] >= FLASH4_QUERIES
+        if asked == "flash4" or (asked == "auto" and measured and flash4() is not None):
+            chosen = "flash4"
+    if not torch.compiler.is_compiling():
+        say_once(f"ottava: attention with heads of {q.shape[3]} channels uses {chosen}.")
+    return chosen
+
+
+def packed_backend(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """For packed q [t, h, d], k and v [t, g, d]: "flash4", "flash", or None where no such kernel takes them."""
+    if not varlen_fits(q, k, v):
+        return None
+    asked = forced()
+    chosen = "flash"
+    if flash4_fits(q, k, v) and (
+        asked == "flash4" or (asked in ("auto", "cudnn") and q.shape[-1] in FLASH4_CHANNELS and flash4() is not None)
+    ):
+        chosen = "flash4"
+    if not torch.compiler.is_compiling():
+        say_once(f"ottava: packed attention with heads of {q.shape[-1]} channels uses {chosen}.")
+    return chosen
+
+
+def varlen_fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """What FlashAttention 2 takes: 16-bit floats, heads of up to 256 channels in eights, as many for values as for keys."""
+    return (
+        q.is_cuda
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.shape[-1] == v.shape[-1]
+        and q.shape[-1] % 8 == 0
+        and q.shape[-1] <= 256
+        and q.numel() > 0
+        and k.numel() > 0
+        and _capability(q.device.index) >= (8, 0)
+    )
+
+
+def flash4_fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """flash4 is written for Hopper and Blackwell. torch.compile does not look into it, so compiled code keeps to torch's kernels."""
+    return (
+        not torch.compiler.is_compiling()
+        and varlen_fits(q, k, v)
+        and q.shape[-1] <= 128
+        and _capability(q.device.index)[0] in (9, 10)
+    )
+
+
+@functools.cache
+def _cached_capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@torch.compiler.assume_constant_result
+def _capability(device: int) -> tuple[int, int]:
+    return _cached_capability(device)
