@@ -49,6 +49,9 @@ LIMITS: dict[str | None, dict[str, float]] = {
 gradient norm (which, unlike the loss of small random weights, tells a wrong weight or layer; with delayed scaling of the last one,
 since the first step has no scales), and of the loss after the last step that the plain model has made."""
 WRONG = 1
+"""Exit code where a contender's losses are."""
+DOCUMENT = 1000
+"""Mean length of the documents that the tokens come in, for those of ours that keep them apart (data.document_mask=true)."""
 
 
 # -------------------------------------------------------------------------------------------------------------------- data
@@ -58,9 +61,13 @@ def write_tokens(path: Path, workload: Workload, steps: int) -> str:
     """Tokens for `steps` steps in a token file: rare and frequent ones as in text, so that a loss can fall."""
     vocabulary = workload.model.vocab_size or 0
     count = (steps * workload.batch + 2) * workload.length
-    uniform = np.random.default_rng(0).random(count)
-    tokens = np.floor(vocabulary**uniform).astype(np.int64) - 1  # the share of token i is about 1 / (i + 1)
-    write_token_file(path, [np.minimum(tokens, vocabulary - 2)], vocabulary, "none", end_token=vocabulary - 1)
+    random = np.random.default_rng(0)
+    tokens = (
+        np.floor(vocabulary ** random.random(count)).astype(np.int64) - 1
+    )  # the share of token i is about 1 / (i + 1)
+    ends = np.cumsum(random.geometric(1 / DOCUMENT, size=2 * count // DOCUMENT + 2))
+    documents = np.split(np.minimum(tokens, vocabulary - 2), ends[ends < count])
+    write_token_file(path, documents, vocabulary, "none", end_token=vocabulary - 1)
     return str(path)
 
 
