@@ -59,7 +59,7 @@ def train_config(workload: Workload, token_file: str, run: str) -> Config:
     return Config(
         model=workload.model,
         data=DataSection(files=(token_file,), length=workload.length, validation_fraction=0.0),
-        optimizer=OptimizerSection(lr=3e-4),
+        optimizer=OptimizerSection(lr=3e-5),
         schedule=ScheduleSection(kind="constant", warmup_steps=0),
         train=TrainSection(
             run=run, steps=10**6, global_batch=workload.batch, micro_batch=workload.batch, evaluate_every=0, sample_tokens=0
