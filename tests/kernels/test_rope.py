@@ -124,3 +124,14 @@ def test_ops_pass_torch_opcheck(op: str) -> None:
         "merge_qkv": (q, kv, kv, freqs, freqs, positions, 1, 1, False, True),
     }
     torch.library.opcheck(getattr(torch.ops.ottava, op).default, samples[op])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_tables_of_cosines_turn_as_their_angles_do(interleaved: bool, transposed: bool) -> None:
+    """On a GPU all layers share one table [2, rows, rot]; the reference takes it too."""
+    x = torch.randn(12, 3, 8)
+    angles = torch.rand(6, 6) * 40
+    by_angles = rope.rope(x, angles, None, 2, 6, interleaved, transposed)
+    by_tables = rope.rope(x, rope.tables(angles), None, 2, 6, interleaved, transposed)
+    torch.testing.assert_close(by_tables, by_angles, rtol=1e-6, atol=1e-6)

@@ -4,6 +4,8 @@ A pair of channels (a, b) of a head at position p is turned by the angle f[p]: a
 in float32, rounded once. The pairs are (i, i + rot/2), or (2i, 2i+1) when interleaved; channels from `rot` on pass through.
 The gradient is the transposed rotation, so backward needs the angles and never the values.
 
+Angles are [rows, rot], or, on a GPU, their cosines and sines [2, rows, rot], which `tables` makes once for all layers: the kernels would
+else make them again in every call.
 Tokens are flat in all ops. The row of the angle table of token t is `positions[t]`, or `(t // seq_stride) % seq_len`
 (seq_stride is the batch size for sbhd, 1 for bshd).
 """
@@ -41,8 +43,12 @@ def rotate(x: Tensor, freqs: Tensor, rows: Tensor, interleaved: bool, transposed
     """x [T, heads, d] turned by the angles freqs[rows] [T, rot]; contiguous, in x's dtype."""
     rot = freqs.shape[-1]
     work = torch.promote_types(x.dtype, torch.float32)
-    angle = freqs.to(work)[rows][:, None]  # [T, 1, rot]
-    cos, sin = _pairs(torch.cos(angle), interleaved), _pairs(torch.sin(angle), interleaved)
+    if freqs.dim() == 3:
+        cosine, sine = (table.to(work)[rows][:, None] for table in freqs)
+    else:
+        angle = freqs.to(work)[rows][:, None]  # [T, 1, rot]
+        cosine, sine = torch.cos(angle), torch.sin(angle)
+    cos, sin = _pairs(cosine, interleaved), _pairs(sine, interleaved)
     out = x.to(work, copy=True, memory_format=torch.contiguous_format)
     a, b = _pairs(x[..., :rot].to(work), interleaved)
     to_a, to_b = _pairs(out[..., :rot], interleaved)
@@ -53,6 +59,12 @@ def rotate(x: Tensor, freqs: Tensor, rows: Tensor, interleaved: bool, transposed
         to_a.copy_(a * cos[0] - b * sin[0])
         to_b.copy_(b * cos[1] + a * sin[1])
     return out.to(x.dtype)
+
+
+def tables(angles: Tensor) -> Tensor:
+    """angles [rows, rot] -> their cosines and sines, float32 [2, rows, rot]."""
+    angles = angles.float()
+    return torch.stack([torch.cos(angles), torch.sin(angles)])
 
 
 # -------------------------------------------------------------------------------------------------------------------- rope

@@ -160,6 +160,9 @@ def _table(freqs: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor, int]:
     """cos and sin of the angles, and their width; placeholders where nothing turns."""
     if freqs is None:
         return like, like, 2
+    if freqs.dim() == 3:
+        cos, sin = freqs.contiguous().unbind()
+        return cos, sin, freqs.shape[-1]
     freqs = freqs.float().contiguous()
     return torch.cos(freqs), torch.sin(freqs), freqs.shape[-1]
 
