@@ -141,6 +141,27 @@ def test_a_layer_with_documents_never_waits_for_the_gpu(backend: str, where: str
             torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("backend", PACKED)
+def test_a_layer_with_documents_is_the_layer_with_a_dense_mask(backend: str, batch: int) -> None:
+    torch.manual_seed(4)
+    layer = TransformerLayer(
+        512, 1024, 8, num_gqa_groups=2, hidden_dropout=0.0, attention_dropout=0.0, attn_input_format="sbhd",
+        fuse_qkv_params=True, params_dtype=torch.bfloat16, device="cuda",
+    )  # fmt: skip
+    x = torch.randn(300, batch, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    documents = numbers([[300], [1, 1, 63, 235], [129, 171]][:batch])
+    angles = RotaryPositionEmbedding(64, device="cuda")(300)
+    results = []
+    for mask in (PackedDocuments(documents, "cuda"), document_mask(documents.cuda())):
+        with attention_backend(backend):
+            out = layer(x, mask, self_attn_mask_type="arbitrary", rotary_pos_emb=angles)
+        results.append([out.detach(), *torch.autograd.grad(out.float().square().sum(), [x, *layer.parameters()])])
+    for got, want in zip(*results, strict=True):
+        error = (got.double() - want.double()).norm() / want.double().norm()
+        assert error < (OUT if got.shape == x.shape else GRAD), (tuple(got.shape), float(error))
+
+
 def test_a_captured_graph_serves_other_documents() -> None:
     q, k, v = (x.detach() for x in inputs(256, 2, 4, 2, 64))
     module = DotProductAttention(4, 64, 2, attn_mask_type="arbitrary")

@@ -141,7 +141,9 @@ def _split_qkv(
     groups: int,
     by_group: bool,
     interleaved: bool,
+    batch: int = 1,
 ) -> QueryKeyValue:
+    """batch > 1: the tokens of qkv lie as [s, batch], those of q, k and v as [batch, s], each row together."""
     tokens = qkv.shape[0]
     rows = table_rows(tokens, positions, seq_stride, seq_len, qkv.device)
     parts = [
@@ -153,7 +155,12 @@ def _split_qkv(
         else rotate(part, freqs, rows, interleaved, False)
         for part, freqs in zip(parts, (freqs_q, freqs_k, None), strict=True)
     )
-    return q, k, v
+    return (q, k, v) if batch == 1 else (_turned_over(q, batch), _turned_over(k, batch), _turned_over(v, batch))
+
+
+def _turned_over(x: Tensor, rows: int) -> Tensor:
+    """[n * rows, ...] -> [rows * n, ...]: from n runs of `rows` tokens to `rows` runs of n."""
+    return x.unflatten(0, (-1, rows)).transpose(0, 1).flatten(0, 1)
 
 
 def _split_qkv_fake(
@@ -167,6 +174,7 @@ def _split_qkv_fake(
     groups: int,
     by_group: bool,
     interleaved: bool,
+    batch: int = 1,
 ) -> QueryKeyValue:
     dim = qkv.shape[1] // (heads + 2 * groups)
     q, k, v = (qkv.new_empty(qkv.shape[0], count, dim) for count in (heads, groups, groups))
@@ -184,9 +192,12 @@ def _merge_qkv(
     seq_len: int,
     by_group: bool,
     interleaved: bool,
+    batch: int = 1,
 ) -> Tensor:
     tokens, heads, dim = dq.shape
     groups = dk.shape[1]
+    if batch > 1:
+        dq, dk, dv = (_turned_over(x, tokens // batch) for x in (dq, dk, dv))
     rows = table_rows(tokens, positions, seq_stride, seq_len, dq.device)
     out = dq.new_empty(tokens, (heads + 2 * groups) * dim)
     grads = zip(_parts(out, heads, groups, by_group), (dq, dk, dv), (freqs_q, freqs_k, None), strict=True)
@@ -206,13 +217,13 @@ merge_qkv = define("merge_qkv", _merge_qkv, _merge_qkv_fake, _triton("merge_qkv"
 
 
 def _split_setup(ctx: Any, inputs: tuple[Any, ...], output: QueryKeyValue) -> None:
-    _, freqs_q, freqs_k, positions, seq_stride, seq_len, _, _, by_group, interleaved = inputs
+    _, freqs_q, freqs_k, positions, seq_stride, seq_len, _, _, by_group, interleaved, batch = inputs
     ctx.save_for_backward(freqs_q, freqs_k, positions)
-    ctx.options = (seq_stride, seq_len, by_group, interleaved)
+    ctx.options = (seq_stride, seq_len, by_group, interleaved, batch)
 
 
 def _split_backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
-    return merge_qkv(dq, dk, dv, *ctx.saved_tensors, *ctx.options), *(None,) * 9
+    return merge_qkv(dq, dk, dv, *ctx.saved_tensors, *ctx.options), *(None,) * 10
 
 
 torch.library.register_autograd("ottava::split_qkv", _split_backward, setup_context=_split_setup)

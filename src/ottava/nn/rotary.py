@@ -111,9 +111,11 @@ def split_qkv_rope(
     freqs: tuple[Tensor | None, Tensor | None] = (None, None),
     interleaved: bool = False,
     cu_seqlens: Tensor | None = None,
+    batch_first: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """qkv [..., (heads + 2 groups) d] -> q [..., heads, d], k and v [..., groups, d], contiguous; q, k turned by `freqs`.
 
+    batch_first: from [s, b, ...] to [b, s, ...] on the way, which costs nothing here and a copy later.
     The heads lie in qkv as [q | k | v], or, `by_group`, as [heads/groups of q, one of k, one of v] for each group.
     qkv itself is not kept for backward. heads = 0 splits a fused key-value projection; q is then empty.
     """
@@ -126,8 +128,9 @@ def split_qkv_rope(
         if table is not None:
             where = token_positions((*qkv.shape[:-1], 1, dim), table, tensor_format, None, cu_seqlens)
     flat = qkv.reshape(-1, qkv.shape[-1])
-    q, k, v = rope.split_qkv(flat, *tables, *where, heads, groups, by_group, interleaved)
-    lead = qkv.shape[:-1]
+    batch = qkv.shape[1] if batch_first else 1
+    q, k, v = rope.split_qkv(flat, *tables, *where, heads, groups, by_group, interleaved, batch)
+    lead = (qkv.shape[1], qkv.shape[0]) if batch_first else qkv.shape[:-1]
     return q.view(*lead, heads, dim), k.view(*lead, groups, dim), v.view(*lead, groups, dim)
 
 
