@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ottava.kernels.cast import BufferTensors, fake_buffers, reference_buffers
 from ottava.kernels.fixed_order import sum_rows
-from ottava.kernels.registry import define
+from ottava.kernels.registry import define, without_gradients
 from ottava.quant.scaling import amax_of
 from ottava.quant.scheme import Scheme
 
@@ -62,7 +62,8 @@ def _stats_cuda(
     return norm_triton.stats(x, gamma, beta, kind, eps, zero_centered, amax)
 
 
-stats = define("norm_stats", _stats, _stats_fake, _stats_cuda)
+STATS = without_gradients(_stats)
+stats = define("norm_stats", _stats, _stats_fake, _stats_cuda, cuda_launches=True)
 
 
 # ----------------------------------------------------------------------------------------------------------------- apply
@@ -88,7 +89,7 @@ def _apply_cuda(
     return tile.store(tile.Norm(x, gamma, beta, mean, rstd, zero_centered), dtype)
 
 
-apply = define("norm_apply", _apply, _apply_fake, _apply_cuda)
+apply = define("norm_apply", _apply, _apply_fake, _apply_cuda, cuda_launches=True)
 
 
 def _quantize(
@@ -142,13 +143,15 @@ def _quantize_cuda(
 ) -> BufferTensors:
     from ottava.kernels import tile
 
-    parsed, producer = Scheme.parse(scheme), tile.Norm(x, gamma, beta, mean, rstd, zero_centered)
-    if not tile.supports(producer, parsed):
-        return _quantize(x, gamma, beta, mean, rstd, zero_centered, scheme, scale, amax, rowwise, columnwise)
-    return tile.quantize(producer, parsed, scale, amax, rowwise, columnwise)
+    producer = tile.Norm(x, gamma, beta, mean, rstd, zero_centered)
+    made = tile.quantize(producer, scheme, scale, amax, rowwise, columnwise)
+    if made is None:
+        return _QUANTIZE(x, gamma, beta, mean, rstd, zero_centered, scheme, scale, amax, rowwise, columnwise)
+    return made
 
 
-quantize = define("norm_quantize", _quantize, _quantize_fake, _quantize_cuda)
+_QUANTIZE = without_gradients(_quantize)
+quantize = define("norm_quantize", _quantize, _quantize_fake, _quantize_cuda, cuda_launches=True)
 
 
 # -------------------------------------------------------------------------------------------------------------- backward
@@ -183,4 +186,5 @@ def _backward_cuda(
     return norm_triton.backward(dy, x, gamma, mean, rstd, zero_centered, beta)
 
 
-backward = define("norm_backward", _backward, _backward_fake, _backward_cuda)
+BACKWARD = without_gradients(_backward)
+backward = define("norm_backward", _backward, _backward_fake, _backward_cuda, cuda_launches=True)

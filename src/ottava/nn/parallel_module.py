@@ -135,6 +135,9 @@ class ParallelModule(nn.Module):
 
     def parameter(self, name: str) -> Tensor | None:
         """What this rank multiplies with, or adds; None if there is no such parameter."""
+        value = self._parameters.get(name)  # past `__getattr__`, which is Python
+        if type(value) is nn.Parameter:
+            return value
         value = getattr(self, name)
         return None if value is None else local(value)
 

@@ -59,6 +59,11 @@ def _grouped_product(
     )  # fmt: skip
 
 
+def watched() -> bool:
+    """Whether somebody looks at products now."""
+    return _look is not None
+
+
 @contextmanager
 def watching(look: Look) -> Iterator[None]:
     """`look(a, b)` sees the operands of every quantized product in here, group by group, in all threads: backward passes have their
