@@ -51,11 +51,18 @@ class _Double(torch.autograd.Function):
         return dy * ctx.factor, None
 
 
-def test_apply_function_is_apply() -> None:
+def test_bare_apply_is_apply() -> None:
     x = torch.ones(2, requires_grad=True)
-    y = torch_private.apply_function(_Double, (x, 3.0))
+    y = torch_private.bare_apply(_Double)(x, 3.0)
     y.sum().backward()
     assert y.tolist() == x.grad.tolist() == [3.0, 3.0] and type(y.grad_fn).__name__ == "_DoubleBackward"
+
+
+def test_transforms_active() -> None:
+    assert not torch_private.transforms_active()
+    seen = []
+    torch.func.vmap(lambda x: seen.append(torch_private.transforms_active()) or x)(torch.ones(2))
+    assert seen == [True]
 
 
 def test_current_device_and_stream_answer_where_there_is_no_gpu() -> None:
@@ -357,7 +364,7 @@ def test_every_function_is_tested_here() -> None:
         if value.__module__ == torch_private.__name__
     }
     tested = {
-        "apply_function",
+        "bare_apply",
         "scaled_mm",
         "_no_gpu",
         "current_device",

@@ -62,11 +62,14 @@ def in_reentrant_checkpoint() -> bool:
     return type(torch._C._current_autograd_node()).__name__ == "CheckpointFunctionBackward"
 
 
-def apply_function(function: type[torch.autograd.Function], arguments: tuple[Any, ...]) -> Any:
-    """`function.apply(*arguments)`, without the Python that looks at every argument first. Not for a compiler to trace."""
-    if torch._C._are_functorch_transforms_active():
-        return function.apply(*arguments)
-    return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
+def bare_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` without the Python that looks at every argument first: for where neither a compiler traces nor a transform of
+    `torch.func` is active."""
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+
+# Whether a transform of `torch.func` (vmap, grad, ...) is active.
+transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def backward_id() -> int:

@@ -135,7 +135,7 @@ def _forward_fake(h: Tensor, name: str) -> Tensor:
 
 
 def _forward_cuda(h: Tensor, name: str) -> Tensor:
-    from ottava.kernels import tile
+    import ottava.kernels.tile as tile
 
     return tile.store(tile.Activation(h, get(name)), h.dtype)
 
@@ -149,7 +149,7 @@ def _amax(h: Tensor, name: str) -> Tensor:
 
 
 def _amax_cuda(h: Tensor, name: str) -> Tensor:
-    from ottava.kernels import tile
+    import ottava.kernels.tile as tile
 
     return tile.amax(tile.Activation(h, get(name)))
 
@@ -180,7 +180,7 @@ def _quantize_fake(
 def _quantize_cuda(
     h: Tensor, name: str, scheme: str, scale: Tensor | None, amax: Tensor | None, rowwise: bool, columnwise: bool
 ) -> BufferTensors:
-    from ottava.kernels import tile
+    import ottava.kernels.tile as tile
 
     made = tile.quantize(tile.Activation(h, get(name)), scheme, scale, amax, rowwise, columnwise)
     return _QUANTIZE(h, name, scheme, scale, amax, rowwise, columnwise) if made is None else made
@@ -198,7 +198,7 @@ def _backward(dy: Tensor, h: Tensor, name: str) -> Tensor:
 
 
 def _backward_cuda(dy: Tensor, h: Tensor, name: str) -> Tensor:
-    from ottava.kernels import tile
+    import ottava.kernels.tile as tile
 
     return tile.store(tile.ActivationBackward(dy, h, get(name)), h.dtype)
 
@@ -257,7 +257,7 @@ def _backward_quantize_cuda(
     columnwise: bool,
     column_sum: bool,
 ) -> BuffersAndSum:
-    from ottava.kernels import tile
+    import ottava.kernels.tile as tile
 
     sums = h.new_empty(h.shape[1], dtype=torch.float32) if column_sum else None
     made = tile.quantize(tile.ActivationBackward(dy, h, get(name)), scheme, scale, amax, rowwise, columnwise, sums)

@@ -296,7 +296,7 @@ def _quantize_fake(
 def _quantize_cuda(
     x: Tensor, scheme: str, scale: Tensor | None, amax: Tensor | None, rowwise: bool, columnwise: bool
 ) -> BufferTensors:
-    from ottava.kernels import tile
+    import ottava.kernels.tile as tile
 
     made = tile.quantize(tile.Identity(x), scheme, scale, amax, rowwise, columnwise)
     return _QUANTIZE(x, scheme, scale, amax, rowwise, columnwise) if made is None else made
@@ -311,7 +311,7 @@ def _amax(x: Tensor) -> Tensor:
 
 
 def _amax_cuda(x: Tensor) -> Tensor:
-    from ottava.kernels import tile
+    import ottava.kernels.tile as tile
 
     return tile.amax(tile.Identity(x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)))
 

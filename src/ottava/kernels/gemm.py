@@ -255,8 +255,8 @@ class _Pair(NamedTuple):
 
     a: Scheme
     b: Scheme
-    a_dtype: torch.dtype | None
-    b_dtype: torch.dtype | None
+    a_dtype: torch.dtype
+    b_dtype: torch.dtype
     tensorwise: bool
     emulated_because: str | None
 
@@ -265,7 +265,7 @@ class _Pair(NamedTuple):
 def _pair_on(a_scheme: str, b_scheme: str, device: torch.device) -> _Pair:
     a, b = Scheme.parse(a_scheme), Scheme.parse(b_scheme)
     why = emulated_because(a, b, torch.cuda.get_device_capability(device))
-    return _Pair(a, b, a.element.dtype, b.element.dtype, a.kind == "tensor", why)
+    return _Pair(a, b, a.element.dtype or torch.uint8, b.element.dtype or torch.uint8, a.kind == "tensor", why)
 
 
 def _cublas_tensorwise(

@@ -93,7 +93,9 @@ class Launch:
             values[place] = address = tensor.data_ptr()
             variant = variant << 1 | (address % 16 == 0)
         ready = self.ready.get(variant)
-        if ready is None or _watched():
+        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        # A profiler that wants to be told of launches is told by Triton's own call.
+        if ready is None or getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
             self._look_up(tensors, variant)
             return
         run, head = ready
@@ -107,12 +109,6 @@ class Launch:
         compiled = self.launcher(self.grid, self.warps, arguments, self.fuse_multiply_add)
         if compiled is not None:  # None: Triton's interpreter, which compiles nothing
             self.ready[variant] = _entry(compiled)
-
-
-def _watched() -> bool:
-    """Whether a profiler wants to be told of launches: Triton's own call does that."""
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def _entry(compiled: Any) -> tuple[Any, tuple[Any, ...]]:

@@ -57,7 +57,7 @@ def _stats_fake(
 def _stats_cuda(
     x: Tensor, gamma: Tensor, beta: Tensor | None, kind: str, eps: float, zero_centered: bool, amax: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from ottava.kernels import norm_triton
+    import ottava.kernels.norm_triton as norm_triton
 
     return norm_triton.stats(x, gamma, beta, kind, eps, zero_centered, amax)
 
@@ -84,7 +84,7 @@ def _apply_fake(
 def _apply_cuda(
     x: Tensor, gamma: Tensor, beta: Tensor | None, mean: Tensor, rstd: Tensor, zero_centered: bool, dtype: torch.dtype
 ) -> Tensor:
-    from ottava.kernels import tile
+    import ottava.kernels.tile as tile
 
     return tile.store(tile.Norm(x, gamma, beta, mean, rstd, zero_centered), dtype)
 
@@ -141,7 +141,7 @@ def _quantize_cuda(
     rowwise: bool,
     columnwise: bool,
 ) -> BufferTensors:
-    from ottava.kernels import tile
+    import ottava.kernels.tile as tile
 
     producer = tile.Norm(x, gamma, beta, mean, rstd, zero_centered)
     made = tile.quantize(producer, scheme, scale, amax, rowwise, columnwise)
@@ -181,7 +181,7 @@ def _backward_fake(
 def _backward_cuda(
     dy: Tensor, x: Tensor, gamma: Tensor, mean: Tensor, rstd: Tensor, zero_centered: bool, beta: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from ottava.kernels import norm_triton
+    import ottava.kernels.norm_triton as norm_triton
 
     return norm_triton.backward(dy, x, gamma, mean, rstd, zero_centered, beta)
 

@@ -66,7 +66,7 @@ def stats(
     launch = _LAUNCHES.get(key)
     if launch is None:
         launch = _keep(key, _prepare_stats(x, beta is not None, center, eps, zero_centered, amax))
-    tensors = (x, gamma, rstd, out) if amax else (x, rstd)
+    tensors: tuple[Tensor, ...] = (x, gamma, rstd, out) if amax else (x, rstd)
     tensors = (*tensors, mean) if center else tensors
     launch(*tensors, beta) if amax and beta is not None else launch(*tensors)
     return mean, rstd, out
@@ -74,7 +74,7 @@ def stats(
 
 def _prepare_stats(x: Tensor, beta: bool, center: bool, eps: float, zero_centered: bool, amax: bool) -> Launch:
     """Takes x, gain, rstd, amax, mean, bias: the gain, the bias and the amax only if that is asked for, the mean only to be written."""
-    pointers = ("x_ptr", "gamma_ptr", "rstd_ptr", "amax_ptr") if amax else ("x_ptr", "rstd_ptr")
+    pointers: tuple[str, ...] = ("x_ptr", "gamma_ptr", "rstd_ptr", "amax_ptr") if amax else ("x_ptr", "rstd_ptr")
     pointers += ("mean_ptr",) if center else ()
     pointers += ("beta_ptr",) if amax and beta else ()
     block = triton.next_power_of_2(x.shape[1])
@@ -156,7 +156,7 @@ def backward(
     dx = x.new_empty(m, k)
     dgamma = x.new_empty(programs, k, dtype=torch.float32)
     dbeta = x.new_empty(programs if beta else 0, k, dtype=torch.float32)
-    tensors = (dy, x, gamma, rstd, dx, dgamma)
+    tensors: tuple[Tensor, ...] = (dy, x, gamma, rstd, dx, dgamma)
     tensors = (*tensors, mean) if center else tensors
     launch(*tensors, dbeta) if beta else launch(*tensors)
     return dx, dgamma.sum(0).to(gamma.dtype), dbeta.sum(0).to(gamma.dtype) if beta else gamma.new_empty(0)
@@ -171,7 +171,7 @@ def _prepare_backward(dy: Tensor, x: Tensor, center: bool, zero_centered: bool, 
         "mean_ptr": None, "dbeta_ptr": None, "dy_stride": dy.stride(0), "x_stride": x.stride(0), "M": m, "K": k,
         "CENTER": center, "BETA": beta, "ZERO_CENTERED": zero_centered, "BLOCK": block,
     }  # fmt: skip
-    pointers = ("dy_ptr", "x_ptr", "gamma_ptr", "rstd_ptr", "dx_ptr", "dgamma_ptr")
+    pointers: tuple[str, ...] = ("dy_ptr", "x_ptr", "gamma_ptr", "rstd_ptr", "dx_ptr", "dgamma_ptr")
     pointers += ("mean_ptr",) if center else ()
     pointers += ("dbeta_ptr",) if beta else ()
     return _BACKWARD.prepare((programs,), _warps(block), arguments, pointers, fuse_multiply_add=True)

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ottava.kernels import activation as activations
-from ottava.kernels.cast import Buffers, check_scale, reference_buffers
+from ottava.kernels.cast import BufferTensors, check_scale, reference_buffers
 from ottava.kernels.launch import Launch, Launcher
 from ottava.kernels.tile_kernel import tile_kernel
 from ottava.quant.scheme import Scheme
@@ -189,14 +189,14 @@ _TILES = {
 
 
 class _Plan(NamedTuple):
-    """See [Note: plans]. Shapes are None where nothing is wanted."""
+    """See [Note: plans]. Shapes are (0,) where nothing is wanted."""
 
     launch: Launch
-    row: tuple[int, ...] | None
-    row_scale: tuple[int, ...] | None
-    column: tuple[int, ...] | None
+    row: tuple[int, ...]
+    row_scale: tuple[int, ...]
+    column: tuple[int, ...]
     """An even row length: columnwise bytes are stored in pairs."""
-    column_scale: tuple[int, ...] | None
+    column_scale: tuple[int, ...]
     scale_dtype: torch.dtype
     transposes_scales: bool
     """1x128 scales are stored with the row index fastest, as the block GEMM reads them."""
@@ -281,7 +281,7 @@ def quantize(
     rowwise: bool,
     columnwise: bool,
     sums: Tensor | None = None,
-) -> Buffers | None:
+) -> BufferTensors | None:
     """The produced values, quantized; same bytes as the reference. None: not supported, so the reference has to do it.
 
     `sums`: float32 [width], receives the sum over rows.
@@ -302,7 +302,38 @@ def quantize(
     if x.shape[0] == 0 or x.shape[1] == 0:
         values = x.new_empty(x.shape[0], producer.width())
         return reference_buffers(values, Scheme.parse(scheme), scale, amax_in, rowwise, columnwise, x.dtype)
-    return _run(plan, producer, scale, amax_in, sums)
+    tensors: list[Any] = [x, *producer.tensors]
+    if plan.amax == "kernel":
+        amax_out = x.new_zeros(1, dtype=torch.float32)
+        tensors += (scale, amax_out)
+    elif plan.amax == "producer":
+        amax_out = amax(producer)
+        tensors += (amax_out, amax_out)
+    elif plan.amax == "given":
+        amax_out = x.new_empty(1, dtype=torch.float32)
+        tensors += (amax_in, amax_out)
+    else:
+        amax_out = x.new_empty(0, dtype=torch.float32)
+    row = x.new_empty(plan.row, dtype=torch.uint8)
+    row_scale = x.new_empty(plan.row_scale, dtype=plan.scale_dtype)
+    column = x.new_empty(plan.column, dtype=torch.uint8)
+    column_scale = x.new_empty(plan.column_scale, dtype=plan.scale_dtype)
+    if rowwise:
+        tensors += (row, row_scale)
+    if columnwise:
+        tensors += (column, column_scale)
+    if plan.partial is None:
+        plan.launch(*tensors)
+    else:
+        partial = x.new_empty(plan.partial, dtype=torch.float32)
+        plan.launch(*tensors, partial)
+        torch.sum(partial, dim=0, out=sums)
+    if plan.transposes_scales:
+        row_scale = row_scale.t() if rowwise else row_scale
+        column_scale = column_scale.t() if columnwise else column_scale
+    if plan.cut is not None and columnwise:
+        column = column[:, : plan.cut].contiguous()
+    return row, row_scale, column, column_scale, amax_out, x.new_empty(0, dtype=torch.float32)
 
 
 def _quantize_plan(
@@ -344,50 +375,13 @@ def _quantize_plan(
 
     return _Plan(
         launch,
-        (m, width) if rowwise else None,
-        scales(m, width) if rowwise else None,
-        (width, m + m % 2) if columnwise else None,
-        scales(width, m) if columnwise else None,
+        (m, width) if rowwise else (0,),
+        scales(m, width) if rowwise else (0,),
+        (width, m + m % 2) if columnwise else (0,),
+        scales(width, m) if columnwise else (0,),
         torch.uint8 if kind == "mx" else torch.float32,
         kind == "block1d",
         m if m % 2 else None,
         source,
         (triton.cdiv(m, bm), width) if sums is not None else None,
     )
-
-
-def _run(plan: _Plan, producer: Producer, scale: Tensor | None, amax_in: Tensor | None, sums: Tensor | None) -> Buffers:
-    """Allocates what the plan says, and launches."""
-    x = producer.x
-    tensors: tuple[Tensor, ...] = (x, *producer.tensors)
-    if plan.amax == "kernel":
-        amax_out = x.new_zeros(1, dtype=torch.float32)
-        tensors += (scale, amax_out)  # type: ignore[assignment]
-    elif plan.amax == "producer":
-        amax_out = amax(producer)
-        tensors += (amax_out, amax_out)
-    elif plan.amax == "given":
-        amax_out = x.new_empty(1, dtype=torch.float32)
-        tensors += (amax_in, amax_out)  # type: ignore[assignment]
-    else:
-        amax_out = x.new_empty(0, dtype=torch.float32)
-    row = x.new_empty(plan.row or 0, dtype=torch.uint8)
-    row_scale = x.new_empty(plan.row_scale or 0, dtype=plan.scale_dtype)
-    column = x.new_empty(plan.column or 0, dtype=torch.uint8)
-    column_scale = x.new_empty(plan.column_scale or 0, dtype=plan.scale_dtype)
-    if plan.row is not None:
-        tensors += (row, row_scale)
-    if plan.column is not None:
-        tensors += (column, column_scale)
-    if plan.partial is not None:
-        partial = x.new_empty(plan.partial, dtype=torch.float32)
-        plan.launch(*tensors, partial)
-        torch.sum(partial, dim=0, out=sums)
-    else:
-        plan.launch(*tensors)
-    if plan.transposes_scales:
-        row_scale = row_scale.t() if plan.row is not None else row_scale
-        column_scale = column_scale.t() if plan.column is not None else column_scale
-    if plan.cut is not None and plan.column is not None:
-        column = column[:, : plan.cut].contiguous()
-    return Buffers(row, row_scale, column, column_scale, amax_out, x.new_empty(0, dtype=torch.float32))

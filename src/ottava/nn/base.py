@@ -214,7 +214,7 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
             delayed = last.delayed
         else:
             delayed, last = recipe is not None and Quantization.of(recipe).delayed, None
-        scale, record = forward_scale(self._delayed_state()) if delayed else (None, False)
+        scale, record = forward_scale(self._delayed_state(), compiling) if delayed else (None, False)
         if last is None or last.key != (calibrating, record, key):
             chain = self._resolve(stages(), recipe, calibrating, record)
             if not compiling:
@@ -262,7 +262,7 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
         """What `run_chain` takes as its state."""
         if scale is None:
             return None
-        live = self._delayed_state()._buffers
+        live = self._modules["delayed"]._buffers  # type: ignore[union-attr]
         return DelayedTensors(scale, live["fwd_amax_history"], live["bwd_scale"], live["bwd_amax_history"])
 
     def stage_tensors(
@@ -308,8 +308,13 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
         if weight.dtype not in FLOAT_DTYPES:
             check_float(weight, self.describe("weight"))
         scheme = str(stage.weight) if stage.texts is None else stage.texts.weight
-        amax = None if stage.delayed else shared_weight_amax(stage, weight)
-        later = columnwise and is_first_microbatch is None and self.freed_after_forward(weight)
+        amax = shared_weight_amax(stage, weight) if stage.strategy.shares_weight_amax and not stage.delayed else None
+        later = (
+            columnwise
+            and is_first_microbatch is None
+            and bool(self.gathered_by_fsdp)
+            and self.freed_after_forward(weight)
+        )
         q = Buffers(
             *torch.ops.ottava.quantize(weight.detach(), scheme, weight_scale, amax, True, columnwise and not later)
         )

@@ -31,8 +31,9 @@ from ottava import torch_private
 from ottava.kernels.activation import get as get_activation
 from ottava.kernels.cast import Buffers, operand_amax
 from ottava.nn import direct
+from ottava.nn import product as products
 from ottava.nn.operand import Operand, columnwise, rowwise, transposed
-from ottava.nn.product import product, watched
+from ottava.nn.product import product
 from ottava.nn.stage import (
     Chain,
     DelayedTensors,
@@ -371,7 +372,7 @@ class _ChainFunction(torch.autograd.Function):
     def forward(
         ctx: Any, chain: Chain, accumulators: Any, splits: tuple[int, ...] | None, keep: bool, h: Tensor, *flat: Any
     ) -> Any:
-        if chain.direct and not watched():
+        if chain.direct and products.watcher is None:
             return direct.forward(ctx, chain, accumulators, keep, h, flat)
         count, groups = len(chain.stages), chain.groups
         tensors, state = unpack(StageTensors, flat, count), DelayedTensors(*flat[-len(DelayedTensors._fields) :])
@@ -408,7 +409,7 @@ class _ChainFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, dnorm: Tensor | None = None) -> Any:
         refuse_double_backward()
         chain: Chain = ctx.chain
-        if chain.direct and not watched():
+        if chain.direct and products.watcher is None:
             return direct.backward(ctx, dy, _dgrad_operand)
         *flat, fwd_scale = ctx.saved_tensors
         count, groups = len(chain.stages), chain.groups
@@ -534,11 +535,13 @@ def run_chain(
     Returns [M, N], or ([M, N], norm output [M, K]) if the first stage returns it.
     """
     keep = torch.is_grad_enabled() and (x.requires_grad or any(map(_trains, stages)))
-    arguments = (chain, accumulators, splits, keep, x, *pack(stages), *(state or _NO_STATE))
-    return torch_private.apply_function(_ChainFunction, arguments) if chain.direct else _ChainFunction.apply(*arguments)
+    apply = _ChainFunction.apply if not chain.direct or torch_private.transforms_active() else _BARE_APPLY
+    flat = stages[0] if len(stages) == 1 else pack(stages)
+    return apply(chain, accumulators, splits, keep, x, *flat, *(state or _NO_STATE))
 
 
 _NO_STATE = DelayedTensors()
+_BARE_APPLY = torch_private.bare_apply(_ChainFunction)
 
 
 def _trains(t: StageTensors) -> bool:

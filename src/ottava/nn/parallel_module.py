@@ -153,8 +153,8 @@ class ParallelModule(nn.Module):
 
     def output_shape(self, shape: torch.Size, features: int, index: int = 0) -> tuple[int, ...]:
         """Shape of the output for an input of `shape`: sequence parallelism gathers or scatters the first dimension."""
-        if len(shape) == 1:
-            return (features,)
+        if len(shape) == 1 or self._strategies[index] is ALONE:
+            return (*shape[:-1], features)
         return (self.strategy(index).output_tokens(shape[0]), *shape[1:-1], features)
 
 

@@ -180,7 +180,7 @@ class WeightModule(nn.Module):
 
     def freed_after_forward(self, weight: Tensor) -> bool:
         """Whether `weight` is a parameter whose memory FSDP2 frees between forward and backward (if it reshards then)."""
-        if not self.gathered_by_fsdp or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return False
         return any(weight is self._parameters.get(name) for name in self.gathered_by_fsdp)
 
