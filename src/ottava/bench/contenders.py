@@ -5,6 +5,7 @@ All start from the same weights and see the same tokens. A contender is built, m
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -21,8 +22,10 @@ from ottava.bench.plain_llama import PlainLlama, copy_weights
 from ottava.bench.shapes import Workload, override
 from ottava.models import Llama
 from ottava.nn.initialize import materialize_
+from ottava.quant.quantization import Quantization
 from ottava.train.config import Config
 from ottava.train.data import Batch
+from ottava.train.flops import quantized_precision
 from ottava.train.loop import Loop, open_data
 from ottava.train.model import construct
 from ottava.train.world import World
@@ -60,6 +63,8 @@ class Contender:
     """Precision of the layers' products ("fp8"); None: not quantized."""
     parameters: int
     step: Callable[[], Outcome]
+    delayed: bool = False
+    """Whether scales come from earlier steps: the first one has none, and small gradients vanish in it."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,8 @@ def _ours(name: str, overrides: str, setting: Setting) -> Iterator[Contender]:
             return Outcome(found.loss, found.grad_norm)
 
         recipe = config.precision.make_recipe()
-        yield Contender(name, None if recipe is None else "fp8", loop.model.parameters, step)
+        delayed = recipe is not None and Quantization.of(recipe).delayed
+        yield Contender(name, quantized_precision(recipe), loop.model.parameters, step, delayed)
 
 
 # ------------------------------------------------------------------------------------------------------------------ peers
@@ -120,6 +126,8 @@ def plain_model(setting: Setting, recompute: bool = False) -> PlainLlama:
     assert isinstance(first, Llama)
     plain = PlainLlama(first.config, device, recompute)
     copy_weights(first, plain)
+    del first
+    gc.collect()  # the 8B one is 30 GiB
     return plain
 
 
@@ -162,7 +170,7 @@ def _peer(name: str, setting: Setting) -> Contender:
     if name != "te":
         shard(model, device)
     quantized = "fp8" if name.startswith("torchao") or name == "te" else None
-    return Contender(name, quantized, parameters, plain_step(model, setting, after))
+    return Contender(name, quantized, parameters, plain_step(model, setting, after), delayed=name == "te")
 
 
 def plain_step(

@@ -19,14 +19,17 @@ from ottava.bench.kernels import milliseconds
 from ottava.bench.layer import _count
 from ottava.bench.shapes import Workload, workloads
 from ottava.kernels import cast, gemm
+from ottava.quant.quantization import Quantization
 from ottava.quant.scheme import Scheme
-from ottava.recipe import Float8BlockScaling, Float8CurrentScaling, Recipe
+from ottava.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
 
 KINDS: dict[str, Recipe | None] = {
     "bf16": None,
-    "fp8-tensor": Float8CurrentScaling(),
-    "fp8-block": Float8BlockScaling(),
+    "delayed": DelayedScaling(),
+    "current": Float8CurrentScaling(),
+    "block": Float8BlockScaling(),
 }
+"""Delayed and current scaling differ in how exactly the forward product adds up."""
 ROLES = {"forward": ("input", "weight"), "dgrad": ("grad", "weight"), "wgrad": ("grad", "input")}
 """What is multiplied in each direction."""
 
@@ -77,8 +80,9 @@ def prepare(kind: str, product: Product, device: str) -> tuple[Callable[[], Tens
         amax = made[4]
         operands += [made[0], made[1], amax]
         plain.append(cast.dequantize(made[0], made[1], amax, scheme, torch.float32))
-    backward = product.direction != "forward"  # whose sums are kept in float32, as the recipes say
-    return lambda: gemm.scaled_mm(*operands, *schemes, None, torch.bfloat16, backward), plain[0], plain[1]
+    facts = Quantization.of(recipe)
+    split = {"forward": facts.split_fprop, "dgrad": facts.split_dgrad, "wgrad": facts.split_wgrad}[product.direction]
+    return lambda: gemm.scaled_mm(*operands, *schemes, None, torch.bfloat16, split), plain[0], plain[1]
 
 
 def check(kind: str, device: str) -> float:

@@ -20,6 +20,7 @@ from ottava.bench import report, timing
 from ottava.bench.gates import GATE_FAILED
 from ottava.bench.layer import _count
 from ottava.kernels import activation, cast, head_loss, norm, residual, rope
+from ottava.optimizers import FusedAdam
 from ottava.quant.scheme import Scheme
 from ottava.recipe import DelayedScaling, Float8BlockScaling
 
@@ -37,10 +38,10 @@ class Sizes:
     ffn: int = 14336
     heads: int = 32
     kv_heads: int = 8
-    words: int = 128256
+    vocabulary: int = 128256
 
 
-SMALL = Sizes(hidden=128, ffn=256, heads=4, kv_heads=2, words=1000)
+SMALL = Sizes(hidden=128, ffn=256, heads=4, kv_heads=2, vocabulary=512)
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,40 @@ def cases(sizes: Sizes) -> Iterator[Case]:
     """All of them."""
     yield from _quantizing(sizes)
     yield from _others(sizes)
+    yield Case("cross-entropy and its gradient", *_loss(sizes), exact=False)
+    yield Case("FusedAdam", *_adam(sizes), exact=False)
+
+
+def _loss(sizes: Sizes) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Logits are read, and their gradient takes their place; what is read a second time should come from the cache."""
+    terms = head_loss.Terms(0, sizes.vocabulary, sizes.vocabulary, -100, 0.0, 0.0)
+
+    def inputs(rows: int, device: str) -> tuple[Any, ...]:
+        targets = torch.arange(rows, device=device) * 7 % sizes.vocabulary
+        return _random(rows, sizes.vocabulary, device=device), targets
+
+    def run(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return head_loss.loss_fused_(logits, targets, *terms), logits
+
+    return inputs, run
+
+
+def _adam(sizes: Sizes) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """float32 weights, gradients and moments: 28 bytes a weight."""
+
+    def inputs(rows: int, device: str) -> tuple[Any, ...]:
+        weight = torch.nn.Parameter(_random(rows, sizes.hidden, device=device, dtype=torch.float32))
+        weight.grad = _random(rows, sizes.hidden, device=device, dtype=torch.float32)
+        optimizer = FusedAdam([weight], lr=1e-3)
+        optimizer.step()  # makes the moments
+        state = optimizer.state[weight]
+        return optimizer, weight.detach(), weight.grad, state["exp_avg"], state["exp_avg_sq"]
+
+    def run(optimizer: FusedAdam, weight: Tensor, _: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
+        optimizer.step()
+        return weight, first, second
+
+    return inputs, run
 
 
 def _quantizing(sizes: Sizes) -> Iterator[Case]:
@@ -138,13 +173,6 @@ def _others(sizes: Sizes) -> Iterator[Case]:
             False,
         )
 
-    def logits(rows: int, device: str) -> tuple[Any, ...]:
-        return _random(rows, sizes.words, device=device), torch.arange(rows, device=device) % sizes.words
-
-    def loss_in_place(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:  # read, and written with the gradient
-        return head_loss.loss_fused_(logits, targets, 0, sizes.words, sizes.words, -100, 0.0, 0.0), logits
-
-    yield Case("cross-entropy + gradient", logits, loss_in_place, exact=False)
     yield Case("amax", x, cast.amax)
     yield Case("norm statistics", stats, norm.stats, exact=False)
     yield Case("norm backward", backward, norm.backward, exact=False)
