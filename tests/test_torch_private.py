@@ -182,6 +182,8 @@ def test_local_box_of_a_shard() -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         part = distribute_tensor(torch.zeros(8, 6), mesh, [Shard(0), Shard(1)], src_data_rank=None)
         assert torch_private.local_box(part) == ((4, 3), (0, 3))
+        with torch_private.fake_mode():
+            assert torch_private.local_box(part) == ((4, 3), (0, 3))
         assert torch_private.local_tensor(part).shape == (4, 3)
         assert torch_private.local_tensor(part) is torch_private.local_tensor(part)
     finally:

@@ -121,7 +121,8 @@ def generator_state(key: bytes) -> torch.Tensor:
 
 
 def local_box(parameter: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(shape, offset) of what this rank holds of a DTensor."""
+    """(shape, offset) of what this rank holds of a DTensor, also inside `fake_mode`, which would not let torch read its own numbers."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     for placement in parameter.placements:
@@ -131,7 +132,9 @@ def local_box(parameter: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
                 f"Dimension {placement.dim} of shape {tuple(parameter.shape)} is sharded by FSDP over {factor} tensor-parallel parts "
                 f"that are not equal, where torch's offsets are wrong: make {parameter.shape[placement.dim]} a multiple of {factor}."
             )
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    with unset_fake_temporarily():
+        mesh, placements = parameter.device_mesh, parameter.placements
+        shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
     return tuple(shape), tuple(offset)
 
 

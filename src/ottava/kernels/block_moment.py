@@ -74,7 +74,7 @@ def _in_blocks(x: Tensor, filler: float) -> Tensor:
 
 
 def _out_of_blocks(blocks: Tensor, like: Tensor) -> Tensor:
-    return blocks.reshape(*blocks.shape[:-2], -1)[..., : like.shape[-1]].reshape(like.shape)
+    return blocks.flatten(-2)[..., : like.shape[-1]].reshape(like.shape)
 
 
 def _signed_codes(y: Tensor, random: Tensor | None) -> Tensor:

@@ -65,6 +65,8 @@ class Step:
     grad_norm: float
     stop: bool
     """Whether any rank was asked to stop."""
+    clipped: dict[str, Any]
+    """What `optimizer.step` is told of it."""
 
 
 class Loop:
@@ -130,7 +132,7 @@ class Loop:
             with self.clock("optimizer"):
                 self.watchdog.beat(step, "optimizer")
                 set_lr(self.optimizer, lr)
-                self.optimizer.step()
+                self.optimizer.step(**found.clipped)
             if self.health.spike(found.loss):
                 event = "loss spike"
         else:
@@ -143,7 +145,7 @@ class Loop:
         return found
 
     def _backward(self, step: int) -> Step:
-        """Gradients of the global batch of `step`, clipped."""
+        """Gradients of the global batch of `step`, clipped, or to be clipped by the optimizer."""
         config, model, device = self.config.train, self.model, self.world.device
         self.watchdog.beat(step, "data")
         with self.clock("data"):
@@ -160,11 +162,11 @@ class Loop:
                 total += self._microbatch(step, part, weight, first)
         self.recorder.write()  # the step before; a GPU has its hands full now
         with self.clock("optimizer"):
-            norm = clip_gradients(model.module, self.config.optimizer.clip)
+            norm, clipped = clip_gradients(model.module, self.optimizer, self.config.optimizer.clip)
         self.watchdog.beat(step, "agreement")
         loss_sum, stops = self.world.sum([total.item(), float(self.stop.requested)])
         replicas = self.world.size / model.meshes.dp_size  # tp ranks have the same tokens, each a loss of them
-        return Step(loss_sum / replicas / tokens, norm, stops > 0)
+        return Step(loss_sum / replicas / tokens, norm, stops > 0, clipped)
 
     def _microbatch(self, step: int, part: Batch, weight: float, first: bool | None) -> torch.Tensor:
         """Adds `weight` times the gradients of the summed loss, which is returned."""
