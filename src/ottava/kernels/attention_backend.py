@@ -125,9 +125,10 @@ def varlen_fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def flash4_fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """What flash4 was measured with. It is written for Hopper and Blackwell; torch.compile does not look into it, so compiled code
-    keeps to torch's kernels."""
+    keeps to torch's kernels, and so does who asks for deterministic ones, since its backward adds up in any order."""
     return (
         not torch.compiler.is_compiling()
+        and not torch.are_deterministic_algorithms_enabled()
         and varlen_fits(q, k, v)
         and q.shape[-1] in FLASH4_CHANNELS
         and _capability(q.device.index)[0] in (9, 10)
