@@ -361,12 +361,17 @@ def test_a_large_box_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.Monke
     assert torch.equal(found, wanted)
 
 
-def test_metadata_of_plain_dcp_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("enums", ["by value", "by name, as Python before 3.11.4 does"])
+def test_metadata_of_plain_dcp_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enums: str) -> None:
     """The index is torch's own format: what torch writes today has to be understood."""
     import warnings
 
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import metadata
 
+    if enums != "by value":
+        member = metadata._MEM_FORMAT_ENCODING
+        monkeypatch.setattr(member, "__reduce_ex__", lambda self, protocol: (getattr, (member, self.name)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save({"model": {"w": torch.zeros(3, 4), "b": torch.zeros(2).bfloat16()}}, checkpoint_id=tmp_path)

@@ -28,7 +28,7 @@ from distributed.fsdp_cases import (
 )
 from distributed.ranks import Ranks
 from ottava.distributed import fsdp
-from ottava.quant import weight_gather, weight_memory
+from ottava.quant import weight_gather, weight_renew
 from ottava.quant.scheme import Scheme
 from ottava.quant.weight import State, Weight, fresh, note_made
 from ottava.quant.weight_memory import Place, ScaleGroup, WeightMemory
@@ -134,7 +134,7 @@ def evaluate_and_free() -> tuple[Tensor, int] | None:
     def look(module: nn.Module, args: Any) -> None:
         weight = module.weight
         assert isinstance(weight, Weight) and weight.state is State.GATHERED
-        kept.extend((weight.rowwise_data, weight.columnwise_data))  # type: ignore[arg-type]
+        kept.append(weight.rowwise_data)  # type: ignore[arg-type]
 
     block: Any = model.blocks[0]
     block.norm_linear.register_forward_pre_hook(look)
@@ -167,13 +167,12 @@ def memories_of(weight: Tensor, scheme: Scheme, world: int, monkeypatch: pytest.
         memories[-1].bind(("all",))  # type: ignore[arg-type]
 
     def reduce(known: dict[Any, Tensor], groups: Any) -> None:
-        keys, count = list(known), len(known) // world
-        for i in range(count):
-            total = torch.stack([known[key] for key in keys[i::count]]).amax(dim=0)
-            known.update(dict.fromkeys(keys[i::count], total))
+        for kind in {key[0] for key in known}:
+            keys = [key for key in known if key[0] == kind]
+            known.update(dict.fromkeys(keys, torch.stack([known[key] for key in keys]).amax(dim=0)))
 
-    monkeypatch.setattr(weight_memory, "_reduce", reduce)
-    weight_memory.renew([(shard.contiguous(), memory) for shard, memory in zip(shards, memories, strict=True)])
+    monkeypatch.setattr(weight_renew, "_reduce", reduce)
+    weight_renew.renew([(shard.contiguous(), memory) for shard, memory in zip(shards, memories, strict=True)])
     return memories
 
 
@@ -207,7 +206,7 @@ def test_any_shards_of_a_weight_give_the_whole(
 def test_a_weight_with_a_master_is_an_ordinary_tensor_to_others() -> None:
     weight = Weight.mastered("weight", torch.ones(4, 16))
     weight.memory.group.scheme = Scheme("e4m3")
-    weight_memory.renew([(weight.master, weight.memory)])  # type: ignore[list-item]
+    weight_renew.renew([(weight.master, weight.memory)])  # type: ignore[list-item]
     note_made(weight)
     assert fresh(weight)
     for made in (weight + 1, weight.clone(), torch.zeros_like(weight), weight.to(torch.bfloat16), weight.sum()):

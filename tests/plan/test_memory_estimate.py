@@ -36,7 +36,7 @@ def run(ranks: list[int], chosen: recipe.Recipe | None, **plan: object) -> list[
 
 
 def test_what_is_sharded_falls_as_one_over_n_down_to_a_floor() -> None:
-    one, two, many, more = run([1, 2, 16, 64], recipe.Float8CurrentScaling())
+    one, two, many, more = run([1, 2, 64, 256], recipe.Float8CurrentScaling())
     assert one.parameters == one.gradients == 4 * PARAMETERS
     assert 8 * PARAMETERS <= one.optimizer <= 8 * PARAMETERS + 1000  # two moments, and a step count each
     assert one.copies == WEIGHTS  # a byte each
@@ -78,3 +78,21 @@ def test_mistakes_are_named() -> None:
             run([2], None)
     finally:
         dist.destroy_process_group()
+
+
+def test_logits_are_counted_once_as_gpus_have_them() -> None:
+    """Their gradient takes their place; in pieces there is one piece, and the head's gradient in float32."""
+    words, tokens = 16384, 1024
+    config = LlamaConfig(words, 64, 64, layers=1, heads=1, kv_heads=1, max_length=128)
+
+    def activations(max_logits: int) -> int:
+        def loss(model: nn.Module) -> Tensor:
+            drawn = torch.randint(words, (8, 129))
+            return model(drawn[:, :-1], drawn[:, 1:], max_logits=max_logits)
+
+        return estimate(lambda: Llama(config, device="meta"), lambda n: ParallelPlan(), [2], None, loss)[0].activations
+
+    whole, pieces = activations(2**29), activations(words * tokens // 8)
+    size = 2 * words * tokens  # in bf16
+    assert size < whole < 1.3 * size
+    assert pieces < whole - 0.5 * size

@@ -145,6 +145,11 @@ def test_mistakes_in_a_file_are_named_with_it(tmp_path, capsys, content, message
         ),
         (["--precision.fp8-weights"], "needs optimizer.name 'fused_adam'"),
         (["--precision.fp8-weights", "--precision.recipe", "none"], "precision.recipe is 'none'"),
+        (["--precision.fp8-head", "--precision.recipe", "none"], "precision.fp8_head quantizes the head by the recipe"),
+        (
+            ["--precision.fp8-head", "--model.pad-vocab-to", "1"],
+            "a rank has 257 rows of it: pad it with model.pad_vocab_to = 128",
+        ),
         (["--model.dropout", "0.1"], "model.dropout belongs to architecture 'gpt'"),
         (["gpt2", "--model.kv-heads", "2"], "model.kv_heads belongs to architecture 'llama'"),
         (["gpt2", "--data.length", "2048"], "data.length (2048) is above model.max_length (1024)"),

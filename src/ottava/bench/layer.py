@@ -1,17 +1,16 @@
 """`ottava bench layer`: forward + backward of Llama-shaped layers, by recipe.
 
 Outputs are checked in the same run, before anything is timed: Ottava's bf16 layer against the same layer written in plain torch
-operations, every quantized recipe against Ottava's bf16 one, and all gradients for being finite.
+operations, every quantized recipe against Ottava's bf16 one, peers against the plain layers, and all gradients for being finite.
+Then all take turns, a few steps at a time; the median counts.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,9 @@ from torch import Tensor, nn
 
 import ottava
 from ottava import recipe
-from ottava.bench import report
+from ottava.bench import report, timing
+from ottava.bench.layer_peers import PEERS, layer_peer
+from ottava.bench.shape_of_layers import SMALL, Shape
 
 RECIPES: dict[str, recipe.Recipe | None] = {
     "bf16": None,
@@ -31,22 +32,6 @@ RECIPES: dict[str, recipe.Recipe | None] = {
 # Largest relative error of what the layers add to their input (the residual stream itself would hide it) that still counts as
 # right: bf16 against plain torch, FP8 against bf16. E4M3 keeps 4 significant bits, so each product is 2-4% off.
 LIMITS = {"bf16": 0.02, "DelayedScaling": 0.15, "Float8CurrentScaling": 0.15, "Float8BlockScaling": 0.15}
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of the model and of the batch."""
-
-    layers: int = 4
-    hidden: int = 4096
-    ffn: int = 14336
-    heads: int = 32
-    kv_heads: int = 8
-    batch: int = 1
-    sequence: int = 8192
-
-
-SMALL = Shape(layers=2, hidden=256, ffn=512, heads=4, kv_heads=2, batch=1, sequence=128)
 
 
 def _unit_gain(weight: Tensor) -> Tensor:
@@ -144,38 +129,36 @@ def check(model: Layers, shape: Shape, x: Tensor, dy: Tensor) -> dict[str, float
     return errors
 
 
-def _milliseconds(run: Callable[[], Any], repeats: int, cuda: bool) -> list[float]:
-    times = []
-    for _ in range(repeats):
-        if cuda:
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            run()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(start.elapsed_time(end))
-        else:
-            begin = time.perf_counter()
-            run()
-            times.append((time.perf_counter() - begin) * 1e3)
-    return times
+def measure(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, dict[str, float]]:
+    """Median milliseconds of a step, and of the host's part of it, by name. All take turns, two steps at a time."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
+        timing.step_times(run, 3 if torch.cuda.is_available() else 1)
+    for _ in range(-(-repeats // 2)):
+        for name, run in runs.items():
+            times[name] += timing.step_times(run, min(repeats, 2))
+    return {
+        name: {
+            "ms": timing.median(found), "min_ms": min(found), "max_ms": max(found),
+            "host_ms": timing.median(timing.host_times(runs[name], 3)),
+        }
+        for name, found in times.items()
+    }  # fmt: skip
 
 
-def measure(model: Layers, x: Tensor, dy: Tensor, repeats: int) -> dict[str, dict[str, float]]:
-    """Median milliseconds and peak GiB by recipe."""
-    cuda = x.is_cuda
-    rows: dict[str, dict[str, float]] = {}
-    for name, chosen in RECIPES.items():
-        for _ in range(3 if cuda else 1):
-            _step(model, x, dy, chosen)
-        if cuda:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        times = _milliseconds(lambda chosen=chosen: _step(model, x, dy, chosen), repeats, cuda)  # type: ignore[misc]
-        rows[name] = {"ms": statistics.median(times), "min_ms": min(times), "max_ms": max(times)}
-        if cuda:
-            rows[name]["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    return rows
+def peak(run: Callable[[], Any], besides: int) -> dict[str, float]:
+    """Peak GiB of a step, without the `besides` bytes that others hold; nothing on a CPU."""
+    if not torch.cuda.is_available():
+        return {}
+    run()
+    timing.reset_memory()
+    run()
+    torch.cuda.synchronize()
+    return {"peak_gib": (torch.cuda.max_memory_allocated() - besides) / 2**30}
+
+
+def _allocated() -> int:
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
 def _profile(model: Layers, x: Tensor, dy: Tensor, name: str) -> str:
@@ -204,7 +187,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--repeats", type=_count, default=10, help="timed steps; the median counts (default 10)")
     parser.add_argument(
-        "--recompute", choices=("none", "selective"), default="none", help="recompute norm and activation outputs"
+        "--recompute",
+        choices=("none", "selective"),
+        default="none",
+        help="recompute norm and activation outputs in what is timed; memory is measured with and without",
+    )
+    parser.add_argument(
+        "--peers", default=None, help=f"names, with commas, of {', '.join(PEERS)} (default: all; on a CPU none)"
     )
     parser.add_argument("--profile", metavar="RECIPE", choices=list(RECIPES), help="print the kernels of two steps")
     parser.add_argument(
@@ -212,11 +201,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _wanted_peers(options: argparse.Namespace, device: str) -> list[str]:
+    words = options.peers if options.peers is not None else (",".join(PEERS) if device == "cuda" else "")
+    names = [name for name in words.split(",") if name and name != "none"]
+    unknown = [name for name in names if name not in PEERS]
+    if unknown:
+        raise ValueError(f"there is no peer {unknown[0]!r}; there are {', '.join(PEERS)}, none.")
+    return names
+
+
 def run(options: argparse.Namespace) -> int:
     """Checks, measures, prints a table and writes the JSON."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if options.profile and device == "cpu":
-        print("ottava bench layer: --profile lists GPU kernels, and there is no GPU here.", file=sys.stderr)
+    try:
+        names = _wanted_peers(options, device)
+        if options.profile and device == "cpu":
+            raise ValueError("--profile lists GPU kernels, and there is no GPU here.")
+    except ValueError as error:
+        print(f"ottava bench layer: {error}", file=sys.stderr)
         return 2
     shape = Shape() if device == "cuda" else SMALL
     shape = Shape(**{**asdict(shape), "batch": options.batch, "sequence": options.sequence or shape.sequence})
@@ -225,21 +227,93 @@ def run(options: argparse.Namespace) -> int:
     x = torch.randn(shape.sequence, shape.batch, shape.hidden, device=device, dtype=torch.bfloat16).requires_grad_()
     dy = torch.randn_like(x)
     errors = check(model, shape, x, dy)
-    rows = measure(model, x, dy, options.repeats)
-    where = report.machine()["device"]
-    print(
-        f"{shape.layers} layers, hidden {shape.hidden}, ffn {shape.ffn}, {shape.batch}x{shape.sequence} tokens, on {where}"
-    )
-    print(f"{'recipe':24}{'ms':>9}{'min':>9}{'max':>9}{'peak GiB':>10}{'rel. error':>12}")
+    runs: dict[str, Callable[[], Any]] = {
+        name: lambda chosen=chosen: _step(model, x, dy, chosen)  # type: ignore[misc]
+        for name, chosen in RECIPES.items()
+    }
+    memory = {name: peak(step, 0) for name, step in runs.items()}
+    other = _memory_of_other(model, shape, x, dy, options.recompute)
+    found, failed = _open_peers(names, model, shape, x, dy, errors, memory)
+    rows = measure(runs | found, options.repeats)
     for name, row in rows.items():
-        row["relative_error"] = errors[name]
-        peak = f"{row['peak_gib']:.2f}" if "peak_gib" in row else "-"
-        print(f"{name:24}{row['ms']:9.2f}{row['min_ms']:9.2f}{row['max_ms']:9.2f}{peak:>10}{errors[name]:12.4f}")
+        row |= {**memory[name], **other.get(name, {}), "relative_error": errors[name]}
+    document = {
+        "shape": asdict(shape),
+        "recompute": options.recompute,
+        "results": {name: rows[name] for name in runs},
+        "peers": {name: failed[name] if name in failed else rows[name] for name in names},
+    }
+    _print(document)
     if options.profile:
         print(_profile(model, x, dy, options.profile))
-    slug = str(where).lower().replace(" ", "-")
-    name = f"layer-{slug}-{shape.batch}x{shape.sequence}" + ("-recompute" if options.recompute != "none" else "")
-    path = options.output or Path("benchmarks/results") / f"{name}.json"
-    report.write(path, "layer", {"shape": asdict(shape), "recompute": options.recompute, "results": rows})
+    size = f"{shape.batch}x{shape.sequence}" + ("-recompute" if options.recompute != "none" else "")
+    path = options.output or report.default_path("layer", size)
+    report.write(path, "layer", document)
     print(f"wrote {path}")
     return 0
+
+
+def _memory_of_other(model: Layers, shape: Shape, x: Tensor, dy: Tensor, recompute: str) -> dict[str, dict[str, float]]:
+    """Peak GiB by recipe with the other setting of recompute."""
+    if not x.is_cuda:
+        return {}
+    other = "selective" if recompute == "none" else "none"
+    twin = Layers(shape, "cuda", other)
+    model.zero_grad(set_to_none=True)
+    # What stands before the twin is there for both; only the model's weights are not the twin's.
+    weights = sum(p.nbytes for p in model.parameters())
+    return {
+        name: {f"peak_gib_{other}": found["peak_gib"]}
+        for name, chosen in RECIPES.items()
+        for found in [peak(lambda chosen=chosen: _step(twin, x, dy, chosen), weights)]  # type: ignore[misc]
+    }
+
+
+def _open_peers(
+    names: list[str],
+    model: Layers,
+    shape: Shape,
+    x: Tensor,
+    dy: Tensor,
+    errors: dict[str, float],
+    memory: dict[str, dict[str, float]],
+) -> tuple[dict[str, Callable[[], Any]], dict[str, dict[str, str]]]:
+    """(steps of the peers that run, reasons of those that do not). Adds their errors and memory."""
+    runs: dict[str, Callable[[], Any]] = {}
+    failed: dict[str, dict[str, str]] = {}
+    with torch.no_grad():
+        expected = plain_torch(model, shape, x).float() - x.float()
+    model.zero_grad(set_to_none=True)
+    for name in names:
+        before = _allocated() - x.nbytes - dy.nbytes
+        try:
+            step, quantized = layer_peer(name, model, shape, x, dy)
+            output = step().detach().float() - x.detach().float()
+            errors[name] = _relative(output, expected)
+            limit = LIMITS["DelayedScaling" if quantized else "bf16"]
+            if not errors[name] <= limit:
+                raise ArithmeticError(f"relative error {errors[name]:.4f} (limit {limit})")
+            memory[name] = peak(step, before)
+            runs[name] = step
+        except Exception as error:  # a peer's failure is a result: it is reported, and the others run
+            failed[name] = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+    return runs, failed
+
+
+def _print(document: dict[str, Any]) -> None:
+    """The table."""
+    shape = document["shape"]
+    print(
+        f"{shape['layers']} layers, hidden {shape['hidden']}, ffn {shape['ffn']}, {shape['batch']}x{shape['sequence']} tokens, "
+        f"on {report.machine()['device']}"
+    )
+    print(f"{'':24}{'ms':>9}{'min':>9}{'max':>9}{'host ms':>9}{'peak GiB':>10}{'rel. error':>12}")
+    for name, row in (document["results"] | document["peers"]).items():
+        if "failed" in row:
+            print(f"{name:24}{row['failed']}")
+            continue
+        gib = f"{row['peak_gib']:.2f}" if "peak_gib" in row else "-"
+        print(
+            f"{name:24}{row['ms']:9.2f}{row['min_ms']:9.2f}{row['max_ms']:9.2f}{row['host_ms']:9.2f}{gib:>10}"
+            f"{row['relative_error']:12.4f}"
+        )

@@ -27,6 +27,12 @@ def machine() -> dict[str, Any]:
     }
 
 
+def default_path(name: str, shape: str = "") -> Path:
+    """Where a benchmark's figures go if nobody says otherwise: benchmarks/results/NAME-DEVICE[-SHAPE].json."""
+    words = [name, str(machine()["device"]).lower().replace(" ", "-"), shape]
+    return Path("benchmarks/results") / f"{'-'.join(filter(None, words))}.json"
+
+
 def _command() -> str:
     """The command line, without where the file went."""
     words = sys.argv[1:]

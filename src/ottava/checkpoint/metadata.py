@@ -189,6 +189,8 @@ _KINDS = {
     "torch.serialization": {"_get_layout"},
     "torch": {"Size"},
     "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},  # in Python 3.13
+    "builtins": {"getattr"},  # of an enum's class and a name: so Python before 3.11.4 writes its members
 }
 
 _INSTRUCTIONS = [

@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from ottava.distributed.collectives import all_reduce, all_reduce_max, process_group, rank_of, readable, size_of
-from ottava.kernels.cross_entropy import fill_gradient_, fill_row_sums_, fixed_sum
+from ottava.distributed import collectives
+from ottava.distributed.collectives import process_group, rank_of, readable, size_of
+from ottava.kernels import cross_entropy as arithmetic
+from ottava.kernels.head_loss import Terms, columns_of
 
-REDUCTIONS = ("mean", "sum", "none")
+ops = torch.ops.ottava
 
 
 def vocab_parallel_cross_entropy(
@@ -46,21 +48,20 @@ def vocab_parallel_cross_entropy(
     group = process_group(group)
     total = logits.shape[-1] * size_of(group)
     vocabulary = total if vocabulary_size is None else vocabulary_size
-    _check_loss(logits, targets, reduction, label_smoothing, vocabulary, total)
+    arithmetic.check_shapes(logits, targets)
+    arithmetic.check_loss(reduction, label_smoothing, vocabulary, total)
     rows = logits.reshape(-1, logits.shape[-1])
     flat = targets.reshape(-1).to(torch.int64)
-    ignored = flat == ignore_index
-    wrong = ~ignored & ((flat < 0) | (flat >= vocabulary))
-    if readable(flat) and bool(wrong.any()):
-        raise ValueError(
-            f"Target {int(flat[wrong][0])} is outside the vocabulary [0, {vocabulary}) and is not ignore_index={ignore_index}."
-        )
+    if readable(flat):
+        arithmetic.check_targets(flat, ignore_index, vocabulary)
     first = rank_of(group) * logits.shape[-1]
-    losses = _CrossEntropy.apply(rows, flat, ignored, wrong, group, first, vocabulary, label_smoothing, z_loss)
+    real = min(max(vocabulary - first, 0), logits.shape[-1])  # columns that are not padding
+    kind = _ByKernels if rows.is_cuda else _CrossEntropy
+    losses = kind.apply(rows, flat, group, Terms(first, real, vocabulary, ignore_index, label_smoothing, z_loss))
     if reduction == "none":
         return losses.reshape(targets.shape)
-    total_loss = fixed_sum(losses)
-    return total_loss if reduction == "sum" else total_loss / (~ignored).sum().clamp(min=1)
+    total_loss = arithmetic.fixed_sum(losses)
+    return total_loss if reduction == "sum" else total_loss / (flat != ignore_index).sum().clamp(min=1)
 
 
 def _local_logits(logits: DTensor, group: Any) -> tuple[Tensor, Any]:
@@ -74,19 +75,23 @@ def _local_logits(logits: DTensor, group: Any) -> tuple[Tensor, Any]:
     return logits.to_local(), mesh if group is None else group
 
 
-def _check_loss(logits: Tensor, targets: Tensor, reduction: str, smoothing: float, vocabulary: int, total: int) -> None:
-    if logits.shape[:-1] != targets.shape:
-        raise ValueError(
-            f"Logits of shape {tuple(logits.shape)} need targets of shape {tuple(logits.shape[:-1])}, got {tuple(targets.shape)}."
-        )
-    if targets.is_floating_point() or not logits.is_floating_point():
-        raise ValueError(f"Targets must be integers and logits floats, got {targets.dtype} and {logits.dtype}.")
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}.")
-    if not 0.0 <= smoothing <= 1.0:
-        raise ValueError(f"label_smoothing must be between 0 and 1, got {smoothing}.")
-    if not 0 < vocabulary <= total:
-        raise ValueError(f"vocabulary_size must be between 1 and the {total} logits of all ranks, got {vocabulary}.")
+class _ByKernels(torch.autograd.Function):
+    """On a GPU: logits are read once in forward; four numbers of each rank and token are kept, and they are read again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Any, terms: Terms) -> Tensor:
+        statistics = collectives.all_gather(ops.loss_statistics(logits, targets, *terms)[None], group)
+        ctx.save_for_backward(logits, targets, statistics)
+        ctx.terms = terms
+        return ops.loss_values(statistics, targets, *terms)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        logits, targets, statistics = ctx.saved_tensors
+        out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        ops.loss_gradient_(out, logits, statistics, targets, grad, *ctx.terms)
+        return out, None, None, None
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -97,32 +102,21 @@ class _CrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        targets: Tensor,
-        ignored: Tensor,
-        wrong: Tensor,
-        group: Any,
-        first: int,
-        vocabulary: int,
-        smoothing: float,
-        z_loss: float,
-    ) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Any, terms: Terms) -> Tensor:
+        first, real, vocabulary, ignore_index, smoothing, z_loss = terms
+        ignored = targets == ignore_index
+        wrong = ~ignored & ((targets < 0) | (targets >= vocabulary))
         wide = torch.promote_types(logits.dtype, torch.float32)
-        real = min(max(vocabulary - first, 0), logits.shape[1])  # columns that are not padding
-        index = targets - first
-        mine = (index >= 0) & (index < real)
-        index = index.masked_fill(~mine, 0)
+        index, mine = columns_of(targets, first, real)
         if real:
             maximum = logits[:, :real].amax(dim=1).to(wide)
         else:
             maximum = torch.full(logits.shape[:1], float("-inf"), dtype=wide, device=logits.device)
-        maximum = all_reduce_max(maximum, group)
+        maximum = collectives.all_reduce_max(maximum, group)
         # Sum of exponents, shifted target logit, and with smoothing the sum of shifted logits: one collective for all.
         parts = maximum.new_zeros(3 if smoothing else 2, maximum.numel())
-        fill_row_sums_(parts, logits[:, :real], maximum, index, mine)
-        parts = all_reduce(parts.t().contiguous(), group).t()
+        arithmetic.fill_row_sums_(parts, logits[:, :real], maximum, index, mine)
+        parts = collectives.all_reduce(parts.t().contiguous(), group).t()
         log_sum = parts[0].log()
         loss = log_sum - parts[1]
         if smoothing:
@@ -130,7 +124,7 @@ class _CrossEntropy(torch.autograd.Function):
         if z_loss:
             loss = loss + z_loss * (maximum + log_sum).square()
         ctx.save_for_backward(logits, index, mine, ignored, maximum, parts[0].clone())
-        ctx.real, ctx.vocabulary, ctx.smoothing, ctx.z_loss = real, vocabulary, smoothing, z_loss
+        ctx.terms = terms
         return loss.masked_fill(wrong, float("nan")).masked_fill(ignored, 0.0)
 
     @staticmethod
@@ -138,14 +132,14 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         """d loss / d x = softmax (1 + 2 z log-sum-exp) - (1 - smoothing) [x is the target] - smoothing / V."""
         logits, index, mine, ignored, maximum, total = ctx.saved_tensors
-        real = ctx.real
+        _, real, vocabulary, _, smoothing, z_loss = ctx.terms
         out = torch.zeros_like(logits) if real < logits.shape[1] else torch.empty_like(logits)
         factor = grad / total
-        if ctx.z_loss:
-            factor = factor * (1.0 + 2.0 * ctx.z_loss * (maximum + total.log()))
-        at_target = (grad * (1.0 - ctx.smoothing)).masked_fill(~mine, 0.0)
-        everywhere = grad * (ctx.smoothing / ctx.vocabulary) if ctx.smoothing else None
-        fill_gradient_(out[:, :real], logits[:, :real], maximum, factor, index, at_target, everywhere)
+        if z_loss:
+            factor = factor * (1.0 + 2.0 * z_loss * (maximum + total.log()))
+        at_target = (grad * (1.0 - smoothing)).masked_fill(~mine, 0.0)
+        everywhere = grad * (smoothing / vocabulary) if smoothing else None
+        arithmetic.fill_gradient_(out[:, :real], logits[:, :real], maximum, factor, index, at_target, everywhere)
         # Written, not multiplied by 0: a row that is ignored may hold NaN, as attention gives for a padding token.
         out.masked_fill_(ignored[:, None], 0.0)
-        return out, None, None, None, None, None, None, None, None
+        return out, None, None, None

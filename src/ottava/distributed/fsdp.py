@@ -36,8 +36,8 @@ from ottava.notices import warn_once
 from ottava.quant.quantization import Quantization
 from ottava.quant.scheme import Scheme, weight_scheme
 from ottava.quant.state import CURRENT
-from ottava.quant.weight import Weight, join_parts, note_made
-from ottava.quant.weight_memory import renew
+from ottava.quant.weight import Weight, fresh, join_parts, note_made
+from ottava.quant.weight_renew import renew
 from ottava.recipe import Recipe
 
 __all__ = ["attach", "refresh", "shard_model"]
@@ -102,7 +102,38 @@ def shard_model(
             if isinstance(module, FSDPModule):
                 module.set_custom_reduce_scatter(FixedOrderReduceScatter())  # type: ignore[arg-type]
     _bind(model, mesh, weight_mesh, recomputed)
-    wire = GatherPlan(reshard_after_forward)
+    return _follow(model, recipe, GatherPlan(reshard_after_forward))
+
+
+def keep_whole(
+    model: nn.Module, mesh: DeviceMesh, recipe: Recipe | None, weight_mesh: DeviceMesh | None, dtype: torch.dtype | None
+) -> nn.Module:
+    """What `shard_model` does, for one rank that has the whole model: FP8 copies once a step, products in `dtype`.
+
+    Nothing is gathered, copied or reduced, and gradients are made in the type in which they are kept. Works in place.
+
+        >>> keep_whole(model, meshes.dp, recipe.DelayedScaling(), meshes.weight, torch.bfloat16)
+    """
+    _check_meshes(model, mesh, weight_mesh)
+    _give_masters(model, None)
+    _bind(model, mesh, weight_mesh, ())
+    if dtype is not None and dtype != torch.float32:
+        contexts: list[torch.autocast] = []
+
+        def enter(*_: Any) -> None:
+            contexts.append(torch.autocast(mesh.device_type, dtype))
+            contexts[-1].__enter__()
+
+        def leave(*_: Any) -> None:
+            contexts.pop().__exit__(None, None, None)
+
+        model.register_forward_pre_hook(enter)
+        model.register_forward_hook(leave, always_call=True)
+    return _follow(model, recipe, GatherPlan(reshard_after_forward=False))
+
+
+def _follow(model: nn.Module, recipe: Recipe | None, wire: GatherPlan) -> nn.Module:
+    """Makes bytes follow masters and `autocast`. recipe: if it is known already."""
     _PLANS[model] = wire
     if recipe is not None:
         wire.take_recipe(model, recipe)
@@ -168,8 +199,13 @@ def _before_forward(model: nn.Module, args: Any) -> None:
             warn_once(f"ottava: weights travel in high precision. {error}")
             return
         refresh(model)
-    elif wire.recipe is not None and wire.made_at != _STEPS[0]:
+    elif wire.recipe is not None and (wire.made_at != _STEPS[0] or _changed_here(model)):
         refresh(model)
+
+
+def _changed_here(model: nn.Module) -> bool:
+    """Whether masters that no other rank has a part of were changed by hand. (FSDP2 refuses to gather what others may have.)"""
+    return not isinstance(model, FSDPModule) and any(not fresh(weight) for weight in _mastered(model))
 
 
 def reshard(model: nn.Module) -> None:
@@ -397,9 +433,9 @@ def _state_of_masters(module: nn.Module, state: dict[str, Any], prefix: str, met
     """A state dict holds the masters as plain tensors (DTensors of them), sharing their memory."""
     for name, parameter in module._parameters.items():
         value = state.get(prefix + name)
-        if isinstance(value, nn.Parameter) or not isinstance(value, DTensor):
+        if isinstance(value, nn.Parameter) or value is None:
             continue  # keep_vars=True asks for the parameter itself
         # The parameter's own tensor, not that of `value`, which is a detached alias: its version would not show a write.
-        local = torch_private.local_tensor(parameter if isinstance(parameter, DTensor) else value)
+        local = _local(parameter if isinstance(parameter, DTensor) or not isinstance(value, DTensor) else value)
         if isinstance(local, Weight) and local.master is not None:
-            state[prefix + name] = like_dtensor(value, local.master)
+            state[prefix + name] = like_dtensor(value, local.master) if isinstance(value, DTensor) else local.master

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecision, MixedPrecisionPolicy
 
 from ottava.distributed.agreement import check_agreement
-from ottava.distributed.fsdp import refresh, shard_model
+from ottava.distributed.fsdp import keep_whole, refresh, shard_model
 from ottava.distributed.fsdp1 import ddp, shard_model_fsdp1
 from ottava.distributed.plan import Meshes, ParallelPlan
 from ottava.distributed.random import CudaRNGStatesTracker, seed_tracker, use_tracker
@@ -161,10 +161,13 @@ def prefetch_blocks(blocks: Iterable[nn.Module], count: int) -> None:
 def shard_fsdp2(
     model: nn.Module, plan: ParallelPlan, meshes: Meshes, recipe: Recipe | None, blocks: list[nn.Module]
 ) -> None:
-    """`shard_model` and `prefetch_blocks` with what the plan says; `ottava.plan.estimate` measures the same.
+    """`shard_model` and `prefetch_blocks` with what the plan says, or `keep_whole`; `ottava.plan.estimate` measures the same.
 
     >>> shard_fsdp2(model, plan, plan.meshes(), recipe.Float8CurrentScaling(), list(model.layers))
     """
+    if meshes.dp.size() == 1 and not plan.cpu_offload:
+        keep_whole(model, meshes.dp, recipe, meshes.weight, plan.param_dtype)
+        return
     options: dict[str, Any] = {
         "reshard_after_forward": plan.reshard_after_forward,
         "mp_policy": MixedPrecisionPolicy(param_dtype=plan.param_dtype, reduce_dtype=plan.reduce_dtype),

@@ -235,7 +235,7 @@ class _Embed(torch.autograd.Function):
         out = torch.where((outside | wrong)[..., None], fill[..., None], nn.functional.embedding(index, weight))
         ctx.save_for_backward(index, outside)
         ctx.group, ctx.scatter, ctx.rows, ctx.dtype = group, scatter, weight.shape[0], weight.dtype
-        return _summed(out, group, scatter)
+        return sum_over_ranks(out, group, scatter)
 
     @staticmethod
     @once_differentiable
@@ -261,17 +261,23 @@ class VocabParallelHead(_VocabularySplit):
         torch.Size([2, 8, 1024])
     """
 
+    quantized = False
+    """Whether the products of a model's loss are quantized, by the recipe of `ottava.autocast`. Logits that are asked for are not."""
+
     def forward(self, x: Tensor) -> Tensor:
         """x [..., h] -> [..., V/tp] in the dtype of x."""
+        x, gather = self.checked(x), self.sequence_dim if self.sequence_parallel else None
+        return _Head.apply(x, self.local_weight(), self.real_rows, self.group, gather)
+
+    def checked(self, x: Tensor) -> Tensor:
+        """The input in the dtype that it is multiplied in."""
         if x.shape[-1] != self.hidden_size:
             raise ValueError(
                 f"VocabParallelHead expects a last dimension of {self.hidden_size}, got an input of shape {tuple(x.shape)}."
             )
         check_float(x, "The input of VocabParallelHead")
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        gather = self.sequence_dim if self.sequence_parallel else None
-        return _Head.apply(x, self.local_weight(), self.real_rows, self.group, gather)
+        autocasts = torch.is_autocast_enabled(x.device.type)
+        return x.to(torch.get_autocast_dtype(x.device.type)) if autocasts else x
 
 
 class _Head(torch.autograd.Function):
@@ -294,7 +300,7 @@ class _Head(torch.autograd.Function):
         dx = dweight = None
         if ctx.needs_input_grad[0]:
             dx = ops.mm(rows, weight[: ctx.real].to(x.dtype).t(), None, x.dtype).reshape(*grad.shape[:-1], -1)
-            dx = _summed(dx, ctx.group, ctx.gather)
+            dx = sum_over_ranks(dx, ctx.group, ctx.gather)
         if ctx.needs_input_grad[1]:
             whole = x if ctx.gather is None else all_gather(x, ctx.group, ctx.gather)
             dweight = weight.new_zeros(weight.shape)
@@ -302,7 +308,7 @@ class _Head(torch.autograd.Function):
         return dx, dweight, None, None, None
 
 
-def _summed(x: Tensor, group: Any, scatter: int | None) -> Tensor:
+def sum_over_ranks(x: Tensor, group: Any, scatter: int | None) -> Tensor:
     """Sum of x [..., h] over ranks: all of it, or this rank's part along the dimension `scatter`."""
     if size_of(group) == 1:
         return x

@@ -1,5 +1,31 @@
 """How it runs: one op a file; torch reference, Triton kernel and fake (shape) function side by side, chosen by device."""
 
-from ottava.kernels import activation, attention, cast, delayed, gemm, grid, grouped_gemm, norm, residual, rope
+from ottava.kernels import (
+    activation,
+    attention,
+    cast,
+    delayed,
+    gemm,
+    grid,
+    grouped_gemm,
+    head_loss,
+    many,
+    norm,
+    residual,
+    rope,
+)
 
-__all__ = ["activation", "attention", "cast", "delayed", "gemm", "grid", "grouped_gemm", "norm", "residual", "rope"]
+__all__ = [
+    "activation",
+    "attention",
+    "cast",
+    "delayed",
+    "gemm",
+    "grid",
+    "grouped_gemm",
+    "head_loss",
+    "many",
+    "norm",
+    "residual",
+    "rope",
+]

@@ -14,6 +14,38 @@ from ottava.kernels.fixed_order import LEAF
 CHUNK = {"cpu": 2**20, "cuda": 2**25}
 
 
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def check_shapes(logits: Tensor, targets: Tensor) -> None:
+    """logits [..., V] and targets [...]."""
+    if logits.shape[:-1] != targets.shape:
+        raise ValueError(
+            f"Logits of shape {tuple(logits.shape)} need targets of shape {tuple(logits.shape[:-1])}, got {tuple(targets.shape)}."
+        )
+    if targets.is_floating_point() or not logits.is_floating_point():
+        raise ValueError(f"Targets must be integers and logits floats, got {targets.dtype} and {logits.dtype}.")
+
+
+def check_loss(reduction: str, smoothing: float, vocabulary: int, total: int) -> None:
+    """total: logits of all ranks, `vocabulary` of which are not padding."""
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}.")
+    if not 0.0 <= smoothing <= 1.0:
+        raise ValueError(f"label_smoothing must be between 0 and 1, got {smoothing}.")
+    if not 0 < vocabulary <= total:
+        raise ValueError(f"vocabulary_size must be between 1 and the {total} logits of all ranks, got {vocabulary}.")
+
+
+def check_targets(targets: Tensor, ignore_index: int, vocabulary: int) -> None:
+    """Reads the targets: for those on a CPU."""
+    wrong = (targets != ignore_index) & ((targets < 0) | (targets >= vocabulary))
+    if bool(wrong.any()):
+        raise ValueError(
+            f"Target {int(targets[wrong][0])} is outside the vocabulary [0, {vocabulary}) and is not ignore_index={ignore_index}."
+        )
+
+
 def fixed_sum(x: Tensor) -> Tensor:
     """Sum of a vector. torch cuts a sum with ONE result by the number of threads, so two results are taken and added."""
     halves = torch.nn.functional.pad(x, (0, x.numel() % 2)).view(2, -1).sum(dim=1)
@@ -32,7 +64,7 @@ def _row_sums(x: Tensor) -> Tensor:
     return sums[:, 0]
 
 
-def _chunks(logits: Tensor) -> list[slice]:
+def chunks_of_rows(logits: Tensor) -> list[slice]:
     rows = max(CHUNK.get(logits.device.type, CHUNK["cpu"]) // max(logits.shape[1], 1), 1)
     return [slice(i, min(i + rows, logits.shape[0])) for i in range(0, logits.shape[0], rows)]
 
@@ -40,7 +72,7 @@ def _chunks(logits: Tensor) -> list[slice]:
 def fill_row_sums_(parts: Tensor, logits: Tensor, maximum: Tensor, index: Tensor, mine: Tensor) -> None:
     """parts [2 or 3, T], of logits [T, C] relative to the rows' maxima [T]: sum of exponents; the logit of the target, which is column
     `index` where `mine`, else 0; and, if wanted, the sum."""
-    for rows in _chunks(logits):
+    for rows in chunks_of_rows(logits):
         shifted = logits[rows].to(maximum.dtype, copy=True).sub_(maximum[rows, None])
         if logits.shape[1]:
             target = shifted.gather(1, index[rows, None])[:, 0]
@@ -60,7 +92,7 @@ def fill_gradient_(
     everywhere: Tensor | None,
 ) -> None:
     """out [T, C] = exp(logits - maximum) * factor, less `everywhere` [T] in every column and `at_target` [T] in column `index` [T]."""
-    for rows in _chunks(logits):
+    for rows in chunks_of_rows(logits):
         p = logits[rows].to(maximum.dtype, copy=True).sub_(maximum[rows, None]).exp_()
         p.mul_(factor[rows, None])
         if everywhere is not None:

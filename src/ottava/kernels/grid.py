@@ -117,4 +117,12 @@ def _transpose_fake(data: Tensor, scheme: str) -> Tensor:
     return data.new_empty(data.shape[1] * packed, data.shape[0] // packed)
 
 
-transpose = define("transpose", _transpose, _transpose_fake)
+def _transpose_cuda(data: Tensor, scheme: str) -> Tensor:
+    from ottava.kernels import grid_triton
+
+    if Scheme.parse(scheme).elements_per_byte == 1 and grid_triton.fits(data):
+        return grid_triton.transpose(data)
+    return _transpose(data, scheme)
+
+
+transpose = define("transpose", _transpose, _transpose_fake, _transpose_cuda)

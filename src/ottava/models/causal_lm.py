@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.utils.checkpoint import checkpoint
 
+from ottava import torch_private
 from ottava.distributed.vocabulary import VocabParallelHead, vocab_parallel_cross_entropy
+from ottava.models.head_loss import head_loss
 from ottava.nn.attention_documents import PackedDocuments
 
 MAX_LOGITS = 2**29
-"""Logits that exist at a time in a loss: 1 GiB in bf16, and as much again for their gradient."""
+"""Logits that exist at a time in a loss: 1 GiB in bf16. On a CPU as much again for their gradient, which else takes their place."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,8 @@ class CausalLM(nn.Module):
         """Cross-entropy of the logits of `tokens` [b, s] with `targets` [b, s]; a target of -100 does not count.
 
         Options: z_loss, label_smoothing and ignore_index of `vocab_parallel_cross_entropy`; reduction, "mean" or "sum";
-        max_logits: how many logits may exist at a time. More tokens are taken in pieces, whose logits are made again in backward.
+        max_logits: how many logits may exist at a time; more tokens are taken in pieces. Gradients of the head are made in forward
+        (`models/head_loss.py`), so backward runs once; on a CPU logits of pieces are made again in backward.
 
             >>> model = Llama(LlamaConfig(vocab_size=64, hidden_size=32, ffn_hidden_size=64, layers=1, heads=2, kv_heads=1))
             >>> tokens = torch.randint(64, (2, 17))
@@ -105,6 +108,16 @@ class CausalLM(nn.Module):
         """x [s, b, hidden], targets [s, b]. Under sequence parallelism x is [s/tp, b, hidden]: a piece is a slice of all parts."""
         if reduction not in ("mean", "sum"):
             raise ValueError(f"reduction of a model's loss must be 'mean' or 'sum', got {reduction!r}.")
+        if x.is_cuda or torch_private.is_fake(x) or self.head.quantized:
+            total = head_loss(self.head, x, targets, max_logits, **options)
+        else:
+            total = self._loss_on_cpu(x, targets, max_logits, **options)
+        if reduction == "sum":
+            return total
+        return total / (targets != options.get("ignore_index", -100)).sum().clamp(min=1)
+
+    def _loss_on_cpu(self, x: Tensor, targets: Tensor, max_logits: int, **options: Any) -> Tensor:
+        """The sum in the order in which a mesh of any size adds: see `kernels/cross_entropy.py`. Pieces are made again in backward."""
         parts = targets.reshape(-1, *x.shape[:2])  # [tp, s/tp, b], or [1, s, b]
 
         def piece(x: Tensor, targets: Tensor) -> Tensor:
@@ -116,15 +129,12 @@ class CausalLM(nn.Module):
         a_position = parts.shape[0] * x.shape[1] * self.head.rows  # logits of one position of x
         step = max(max_logits // a_position, 1)
         if step >= x.shape[0]:
-            total = piece(x, parts.flatten(0, 1))
-        else:
-            total = x.new_zeros((), dtype=torch.float32)
-            for i in range(0, x.shape[0], step):
-                some = parts[:, i : i + step].flatten(0, 1)
-                total = total + checkpoint(piece, x[i : i + step], some, use_reentrant=False)
-        if reduction == "sum":
-            return total
-        return total / (targets != options.get("ignore_index", -100)).sum().clamp(min=1)
+            return piece(x, parts.flatten(0, 1))
+        total = x.new_zeros((), dtype=torch.float32)
+        for i in range(0, x.shape[0], step):
+            some = parts[:, i : i + step].flatten(0, 1)
+            total = total + checkpoint(piece, x[i : i + step], some, use_reentrant=False)
+        return total
 
     def num_parameters(self, tables: bool = True) -> int:
         """Parameters of the whole model, tied ones once. tables=False leaves out embeddings that are only looked up."""

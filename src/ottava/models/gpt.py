@@ -90,6 +90,7 @@ class GPT(CausalLM):
         params_dtype: torch.dtype | None = None,
         recompute: str = "none",
         get_rng_state_tracker: Callable[[], Any] | None = None,
+        fp8_head: bool = False,
     ) -> None:
         super().__init__()
         self.config, self.vocab_size = config, config.vocab_size
@@ -127,6 +128,7 @@ class GPT(CausalLM):
         self.norm = LayerNorm(config.hidden_size, eps=config.norm_eps, **where)
         shared = self.embedding.weight if config.tie_embeddings else None
         self.head = VocabParallelHead(config.vocab_size, config.hidden_size, weight=shared, **vocabulary)
+        self.head.quantized = fp8_head
         self.tables = [self.embedding, self.positions]
 
     def hidden(

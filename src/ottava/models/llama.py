@@ -77,8 +77,8 @@ class Llama(CausalLM):
     """A Llama language model.
 
     params_dtype: of the weights. Activations have the embedding's dtype, or that of `torch.autocast`. recompute: "selective" as
-    for `TransformerLayer`. On device="meta" nothing is allocated: `ottava.nn.initialize.materialize_` draws the weights later,
-    the same on any number of ranks.
+    for `TransformerLayer`. fp8_head: under `ottava.autocast` the products of the head in `loss` are quantized too. On device="meta"
+    nothing is allocated: `ottava.nn.initialize.materialize_` draws the weights later, the same on any number of ranks.
 
         >>> model = Llama(LlamaConfig(vocab_size=256, hidden_size=64, ffn_hidden_size=128, layers=2, heads=4, kv_heads=2), device="cpu")
         >>> model(torch.randint(256, (1, 8))).shape
@@ -91,6 +91,7 @@ class Llama(CausalLM):
         device: torch.device | str | None = None,
         params_dtype: torch.dtype | None = None,
         recompute: str = "none",
+        fp8_head: bool = False,
     ) -> None:
         super().__init__()
         self.config, self.vocab_size = config, config.vocab_size
@@ -125,6 +126,7 @@ class Llama(CausalLM):
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, **where)
         shared = self.embedding.weight if config.tie_embeddings else None
         self.head = VocabParallelHead(config.vocab_size, config.hidden_size, weight=shared, **vocabulary)
+        self.head.quantized = fp8_head
         self.tables = [self.embedding]
 
     def hidden(

@@ -27,8 +27,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ottava import torch_private
 from ottava.kernels.activation import get as get_activation
 from ottava.kernels.cast import Buffers, operand_amax
+from ottava.nn import direct
+from ottava.nn import product as products
+from ottava.nn.columnwise import LaterTensor
 from ottava.nn.operand import Operand, columnwise, rowwise, transposed
 from ottava.nn.product import product
 from ottava.nn.stage import (
@@ -52,6 +56,7 @@ from ottava.nn.stage import (
 from ottava.nn.strategy import ALONE
 from ottava.quant.scheme import Scheme
 from ottava.quant.tensor import QuantizedTensor
+from ottava.quant.weight import gradient_dtype
 
 ops = torch.ops.ottava
 
@@ -132,9 +137,10 @@ def _make_quantized(stage: Stage, h: Tensor, t: StageTensors, scale: Tensor | No
         operand = (q.rowwise_data, q.rowwise_scale_inv, q.rowwise_amax)
     elif stage.backward == "high_precision" and not remake:
         operand = (norm_out if norm_out is not None else _produce(stage, source), None, None)
-    if stage.backward == "quantized":
+    weight: tuple[Tensor | None, Tensor | None, Tensor | None]
+    if stage.backward == "quantized" and t.col is not None:
         weight = (t.col, t.col_scale, t.col_amax)
-    elif stage.backward == "dequantized":
+    elif stage.backward != "high_precision":  # backward transposes, or dequantizes
         weight = (t.row, t.row_scale, t.row_amax)
     else:
         weight = (t.weight, None, None)
@@ -235,7 +241,9 @@ def _dgrad_operand(stage: Stage, s: Saved, dtype: torch.dtype) -> Operand:
     """The weight's side of dgrad [K, N]: the columnwise copy, or a view of the weight in high precision."""
     assert s.weight_data is not None
     if _quantizes_gradient(stage):
-        return Operand(s.weight_data, s.weight_scale_inv, s.weight_amax, stage.weight)
+        held = Operand(s.weight_data, s.weight_scale_inv, s.weight_amax, stage.weight)
+        assert stage.weight is not None
+        return held if stage.weight.two_copies or isinstance(s.weight_data, LaterTensor) else transposed(held)
     if stage.backward == "dequantized" and stage.weight is not None:
         weight = ops.dequantize(s.weight_data, s.weight_scale_inv, s.weight_amax, str(stage.weight), dtype)
     elif isinstance(s.weight_data, QuantizedTensor):
@@ -369,6 +377,8 @@ class _ChainFunction(torch.autograd.Function):
     def forward(
         ctx: Any, chain: Chain, accumulators: Any, splits: tuple[int, ...] | None, keep: bool, h: Tensor, *flat: Any
     ) -> Any:
+        if chain.direct and products.watcher is None:
+            return direct.forward(ctx, chain, accumulators, keep, h, flat)
         count, groups = len(chain.stages), chain.groups
         tensors, state = unpack(StageTensors, flat, count), DelayedTensors(*flat[-len(DelayedTensors._fields) :])
         saved: list[Saved] = []
@@ -394,7 +404,7 @@ class _ChainFunction(torch.autograd.Function):
         # Live buffers, not saved ones: another backward may update them before this one runs.
         ctx.bwd_scale, ctx.bwd_history = (state.bwd_scale, state.bwd_history) if delayed else (None, None)
         ctx.chain, ctx.accumulators, ctx.splits = chain, accumulators, splits
-        ctx.weight_dtypes = tuple(t.weight.dtype for t in tensors)
+        ctx.weight_dtypes = tuple(gradient_dtype(t.weight) for t in tensors)
         first = chain.stages[0]
         if first.gather_norm and norm_out is not None:
             norm_out = first.strategy.before_gemm(Operand(norm_out)).data
@@ -403,8 +413,10 @@ class _ChainFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor, dnorm: Tensor | None = None) -> Any:
         refuse_double_backward()
-        *flat, fwd_scale = ctx.saved_tensors
         chain: Chain = ctx.chain
+        if chain.direct and products.watcher is None:
+            return direct.backward(ctx, dy, _dgrad_operand)
+        *flat, fwd_scale = ctx.saved_tensors
         count, groups = len(chain.stages), chain.groups
         state = DelayedTensors(fwd_scale, None, ctx.bwd_scale, ctx.bwd_history)
         all_saved, all_needs = unpack(Saved, flat, count), unpack(StageTensors, ctx.needs_input_grad[5:], count)
@@ -527,13 +539,21 @@ def run_chain(
 
     Returns [M, N], or ([M, N], norm output [M, K]) if the first stage returns it.
     """
-    keep = torch.is_grad_enabled() and (x.requires_grad or any(_trains(tensors) for tensors in stages))
-    return _ChainFunction.apply(chain, accumulators, splits, keep, x, *pack(stages), *(state or DelayedTensors()))
+    keep = torch.is_grad_enabled() and (x.requires_grad or any(map(_trains, stages)))
+    apply = _ChainFunction.apply if not chain.direct or torch_private.transforms_active() else _BARE_APPLY
+    flat = stages[0] if len(stages) == 1 else pack(stages)
+    return apply(chain, accumulators, splits, keep, x, *flat, *(state or _NO_STATE))
+
+
+_NO_STATE = DelayedTensors()
+_BARE_APPLY = torch_private.bare_apply(_ChainFunction)
 
 
 def _trains(t: StageTensors) -> bool:
     """Whether a parameter of the stage wants a gradient."""
-    return any(p is not None and p.requires_grad for p in (t.weight, t.bias, t.gamma, t.beta))
+    if t.weight.requires_grad or (t.bias is not None and t.bias.requires_grad):
+        return True
+    return (t.gamma is not None and t.gamma.requires_grad) or (t.beta is not None and t.beta.requires_grad)
 
 
 def gated(activation: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ottava.kernels.cast import Buffers
@@ -41,7 +42,9 @@ def columnwise(q: Buffers, scheme: Scheme | None) -> Operand:
 
 
 def transposed(operand: Operand) -> Operand:
-    """The columnwise copy of an operand with one scale: its bytes can be transposed. In high precision: a view."""
+    """The columnwise copy of an operand whose bytes can be transposed. In high precision: a view."""
     if operand.scheme is None:
         return Operand(operand.data.t())
-    return Operand(operand.data.t().contiguous(), operand.scale_inv, operand.amax, operand.scheme, "columnwise")
+    data, scale = torch.ops.ottava.transpose(operand.data, str(operand.scheme)), operand.scale_inv
+    scale = scale.t().contiguous() if scale is not None and scale.dim() == 2 else scale
+    return Operand(data, scale, operand.amax, operand.scheme, "columnwise")

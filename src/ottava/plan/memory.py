@@ -4,8 +4,8 @@ A fake process group plays any number of ranks and answers every collective at o
 shapes only. What is run is the real program: the modules, their kernels' fake functions, FSDP's gathers, the optimizer. torch's
 `FSDPMemTracker` finds the peak; what a rank holds between steps is added up from its tensors.
 
-Counted are tensors, on the CPU's code path: no allocator's rounding or cache, no workspaces of libraries, no communicator's buffers.
-On a GPU keep a tenth or two in reserve.
+Counted are tensors, on the CPU's code path (the loss takes the GPU's, `models/head_loss.py`): no allocator's rounding or cache, no
+workspaces of libraries, no communicator's buffers. On a GPU keep a tenth or two in reserve.
 """
 
 from __future__ import annotations
@@ -146,7 +146,15 @@ def _spread(model: nn.Module, plan: ParallelPlan, recipe: Recipe | None) -> None
 def _sorted_out(ranks: int, held: dict[str, int], peak: dict[str, int]) -> RankMemory:
     """peak: torch's names. It takes the FP8 copies, which are nobody's parameters, for activations."""
     gathered = sum(peak.get(kind, 0) for kind in ("Unsharded Param", "All Gather", "Unsharded Grad", "Reduce Scatter"))
-    sharded = sum(peak.get(kind, 0) for kind in ("Sharded Param", "Sharded Grad", "OptState"))
+    kinds = (
+        "Sharded Param",
+        "Sharded Grad",
+        "OptState",
+        "Parameter",
+        "Gradient",
+        "Optstate",
+    )  # the latter three of one rank
+    sharded = sum(peak.get(kind, 0) for kind in kinds)
     activations = max(peak["Total"] - sharded - gathered - held["copies"], 0)
     return RankMemory(ranks, **held, gathered=gathered, activations=activations, peak=peak["Total"])
 

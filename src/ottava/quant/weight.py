@@ -10,7 +10,7 @@
       before a recipe is known, or without one:             n                   -
 
 With a master the parameter IS the master: an optimizer sees an ordinary high-precision tensor, and a state dict holds it. The bytes
-beside it are made once a step (`weight_memory.renew`) and travel in its place. Without one the bytes are all there is: reading ops see the
+beside it are made once a step (`weight_renew.renew`) and travel in its place. Without one the bytes are all there is: reading ops see the
 dequantized values; ops that write dequantize, compute and quantize again, with the scales that one process would have, so every
 rank has to run them. `optimizers.FusedAdam` keeps float32 masters of such weights and is what trains them well.
 
@@ -42,8 +42,8 @@ from ottava.quant.weight_memory import (
     WeightMemory,
     in_gemm_layout,
     joined_scale_inv,
-    renew,
 )
+from ottava.quant.weight_renew import renew
 
 __all__ = ["State", "Weight", "as_one_matrix", "join_parts", "link_parts", "one_matrix", "upright"]
 
@@ -161,8 +161,8 @@ class Weight(QuantizedTensor):
 
     @property
     def has_columnwise(self) -> bool:
-        """Whether backward multiplies by a columnwise copy."""
-        return self.memory.group.needs_columnwise
+        """Whether a columnwise copy is kept beside the rowwise one."""
+        return self.memory.group.keeps_columnwise
 
     @property
     def scheme(self) -> Scheme:  # type: ignore[override]
@@ -185,7 +185,8 @@ class Weight(QuantizedTensor):
                 "If its forward runs again in backward (activation checkpointing), name its module in shard_model(recomputed=...). "
                 "Otherwise let FSDP reshard after backward: set_reshard_after_backward(True)."
             )
-        return self._parts.get(name)
+        transposed = name.startswith(COLUMNWISE) and not self.scheme.two_copies and self.memory.group.needs_columnwise
+        return _transposed_part(self, name) if transposed else self._parts.get(name)
 
     def _values(self, dtype: torch.dtype | None = None) -> Tensor:
         if self.master is not None:
@@ -380,15 +381,15 @@ def _partners(memories: Sequence[WeightMemory]) -> list[tuple[Tensor, WeightMemo
 
 
 def _quantizes_alone(weight: Weight) -> bool:
-    """Whether the ordinary kernels give the bytes: a whole unit that shares scales with nobody."""
+    """Whether one kernel gives the bytes of both directions at once: of a whole unit that shares scales with nobody."""
     memory = weight.memory
-    if weight.state is not State.WHOLE or len(memory.group.parts) > 1 or memory.weight_groups:
+    if weight.state is not State.WHOLE or len(memory.group.parts) > 1 or memory.weight_groups or not memory.two_copies:
         return False
-    return memory.scheme.block is None or all(memory.extent(d) is not Extent.MATRIX for d in memory.directions)
+    return all(memory.extent(d) is not Extent.MATRIX for d in memory.directions)
 
 
 def _quantize_whole(memory: WeightMemory, values: Tensor) -> None:
-    columnwise = memory.group.needs_columnwise
+    columnwise = memory.group.keeps_columnwise
     buffers = torch.ops.ottava.quantize(values, str(memory.scheme), None, None, True, columnwise)
     q = QuantizedTensor.from_buffers(buffers, memory.scheme, values.shape, values.dtype, True, columnwise)
     parts = {name: tensor for name, tensor in q._parts.items() if tensor.numel() or name.endswith("_data")}
@@ -411,6 +412,16 @@ def _take_buffers(memory: WeightMemory, parts: dict[str, Tensor]) -> None:
         memory.set_scales(COLUMNWISE, parts["columnwise_scale_inv"].t())
         memory.data[COLUMNWISE] = upright(parts["columnwise_data"], scheme)
     memory.preserved, memory.without_scales = None, False
+
+
+def _transposed_part(weight: Weight, name: str) -> Tensor | None:
+    """A part of the columnwise copy, of which only the rowwise one is kept."""
+    part = weight._parts.get(name.replace(COLUMNWISE, ROWWISE))
+    if part is None or name.endswith("_amax"):
+        return part if weight.scheme.kind == "nvfp4" else None
+    if name.endswith("_data"):
+        return torch.ops.ottava.transpose(part, str(weight.scheme))
+    return part if part.dim() == 1 else part.t().contiguous()
 
 
 def upright(columnwise: Tensor, scheme: Scheme) -> Tensor:
@@ -436,10 +447,9 @@ def _whole_parts(memory: WeightMemory) -> dict[str, Tensor]:
     parts = dict(joined)
     parts["rowwise_data"] = joined["rowwise_data"].narrow(0, first, rows)
     parts["rowwise_scale_inv"] = memory.scale_inv(ROWWISE, box)
-    if group.needs_columnwise:
+    if group.keeps_columnwise:
         parts["columnwise_data"] = joined["columnwise_data"].narrow(1, first // packed, rows // packed)
-        scale = memory.scale_inv(memory.directions[-1], box)
-        parts["columnwise_scale_inv"] = scale if scale.dim() == 1 else scale.t()
+        parts["columnwise_scale_inv"] = memory.scale_inv(COLUMNWISE, box).t()
     return parts
 
 
@@ -467,10 +477,9 @@ def _make_operands(group: ScaleGroup) -> dict[str, Tensor]:
         return data[0] if len(data) == 1 else torch.cat(data)
 
     made = {"rowwise_data": joined(ROWWISE).contiguous()}
-    made |= _joined_scales(group, [ROWWISE, COLUMNWISE] if group.needs_columnwise else [ROWWISE])
-    if group.needs_columnwise:
-        columns = joined(parts[0].directions[-1])
-        made["columnwise_data"] = torch.ops.ottava.transpose(columns, str(scheme))
+    made |= _joined_scales(group, [ROWWISE, COLUMNWISE] if group.keeps_columnwise else [ROWWISE])
+    if group.keeps_columnwise:
+        made["columnwise_data"] = torch.ops.ottava.transpose(joined(COLUMNWISE), str(scheme))
     return made
 
 
@@ -479,13 +488,18 @@ def _joined_scales(group: ScaleGroup, directions: Sequence[str]) -> dict[str, Te
     found, scheme = {}, group.scheme
     assert scheme is not None
     for direction in directions:
-        source = direction if scheme.two_copies else ROWWISE
-        scale = joined_scale_inv(group.parts, source)
+        scale = joined_scale_inv(group.parts, direction)
         scale = scale if direction == ROWWISE or scale.dim() == 1 else scale.t()
         found[f"{direction}_scale_inv"] = in_gemm_layout(scale, scheme)
         if scheme.needs_tensor_amax and (direction == ROWWISE or scheme.block is not None):
             found[f"{direction}_amax"] = group.amax
     return found
+
+
+def gradient_dtype(weight: Tensor) -> torch.dtype:
+    """In which a weight wants its gradient: `grad_dtype` of a parameter, else its own."""
+    wanted = weight.grad_dtype if weight.is_leaf and not torch.compiler.is_compiling() else None
+    return wanted or weight.dtype
 
 
 # --------------------------------------------------------------------------------------------- several parameters as one matrix
@@ -513,10 +527,10 @@ class _OneMatrix(torch.autograd.Function):
         if first._gather is None:
             parts = operands(group)
         else:
-            names = ["rowwise_data", "columnwise_data"] if group.needs_columnwise else ["rowwise_data"]
+            names = ["rowwise_data", "columnwise_data"] if group.keeps_columnwise else ["rowwise_data"]
             parts = {name: group.joined[name] for name in names}
             parts |= _gathered_scales(weights)
-        return QuantizedTensor(parts, first.scheme, (sum(ctx.rows), first.shape[1]), first.dtype)
+        return QuantizedTensor(parts, first.scheme, (sum(ctx.rows), first.shape[1]), gradient_dtype(first))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
@@ -526,12 +540,8 @@ class _OneMatrix(torch.autograd.Function):
 def _gathered_scales(weights: Sequence[Weight]) -> dict[str, Tensor]:
     """Scales that travelled are put under one another; those that every rank has are asked from the group."""
     group, scheme = weights[0].memory.group, weights[0].scheme
-    directions = [ROWWISE, COLUMNWISE] if group.needs_columnwise else [ROWWISE]
-    known = [
-        d
-        for d in directions
-        if scheme.block is None or group.parts[0].extent(d if scheme.two_copies else ROWWISE) is not Extent.OWN
-    ]
+    directions = [ROWWISE, COLUMNWISE] if group.keeps_columnwise else [ROWWISE]
+    known = [d for d in directions if scheme.block is None or group.parts[0].extent(d) is not Extent.OWN]
     found = _joined_scales(group, known)
     for direction in (d for d in directions if d not in known):
         name = f"{direction}_scale_inv"

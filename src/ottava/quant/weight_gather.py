@@ -154,7 +154,7 @@ def _allocate(memory: WeightMemory, device: torch.device) -> tuple[dict[str, Ten
 
     if len(memory.group.parts) > 1:
         joined("rowwise_data", 0, 1, lambda n: empty(n, columns // packed))
-    if memory.group.needs_columnwise:
+    if memory.two_copies:
         joined("columnwise_data", 1, packed, lambda n: empty(columns, n))
     if scheme.two_copies and memory.extent(ROWWISE) is Extent.OWN:
         inner["rowwise_scale_inv"] = _scale_memory(memory, rows, _slots(memory, ROWWISE)[1], device)
@@ -187,13 +187,13 @@ def _fill_parts(
             inner["rowwise_data"].data.copy_(rows)
         else:
             parts["rowwise_data"] = rows
-    if memory.group.needs_columnwise and not (scheme.two_copies and direction == ROWWISE):
+    if memory.two_copies and direction != ROWWISE:
         source = outputs[1][: unit[0]] if direction == BOTH else rows
         _transpose_into(inner["columnwise_data"], source, scheme)
     _fill_scales(memory, parts, outputs, direction)
     if scheme.needs_tensor_amax:
         parts["rowwise_amax"] = memory.group.amax
-        if memory.group.needs_columnwise and scheme.block is not None:
+        if memory.two_copies:
             parts["columnwise_amax"] = memory.group.amax
     _release(memory, parts, outputs, direction)
     return parts
@@ -227,9 +227,6 @@ def _fill_scales(memory: WeightMemory, parts: dict[str, Tensor], outputs: Sequen
             scale = stretch[:count]
             parts[name].data.copy_(scale if each == ROWWISE else scale.t())
             at += size
-    if memory.group.needs_columnwise and not memory.scheme.two_copies:
-        scale = parts["rowwise_scale_inv"]
-        parts["columnwise_scale_inv"] = scale if scale.dim() == 1 else scale.t().contiguous()
 
 
 def _release(memory: WeightMemory, parts: dict[str, Tensor], outputs: Sequence[Tensor], direction: str) -> None:

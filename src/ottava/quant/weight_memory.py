@@ -12,7 +12,7 @@ blocks that share a scale lie on the matrix's grid, wherever ranks cut it.
     UNIT     of its unit, equal on the ranks among which FSDP shares the unit: square blocks, and 1-D blocks that FSDP's borders cut
     OWN      of its own rows: 1-D blocks that no border cuts. They travel with the bytes.
 
-Scales of MATRIX and UNIT follow from an amax that is MAX-reduced over those ranks (`renew`); they need not travel.
+Scales of MATRIX and UNIT follow from an amax that is MAX-reduced over those ranks (`weight_renew`); they need not travel.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import enum
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +30,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ottava.quant.delayed import DelayedState
-from ottava.quant.scaling import scale_from_amax
 from ottava.quant.scheme import Scheme
 
 ROWWISE, COLUMNWISE = "rowwise", "columnwise"
@@ -179,11 +178,12 @@ def blocks_of(box: Box, block: Block) -> tuple[slice, slice]:
     return down, slice(left // block[1], -(-(left + columns) // block[1]) if columns else left // block[1])
 
 
-def _count(blocks: tuple[slice, slice]) -> tuple[int, int]:
+def count_blocks(blocks: tuple[slice, slice]) -> tuple[int, int]:
+    """Down and across."""
     return blocks[0].stop - blocks[0].start, blocks[1].stop - blocks[1].start
 
 
-def _within(blocks: tuple[slice, slice], outer: tuple[slice, slice]) -> tuple[slice, slice]:
+def within(blocks: tuple[slice, slice], outer: tuple[slice, slice]) -> tuple[slice, slice]:
     """Where blocks lie among those of a larger box."""
     down, across = (slice(b.start - o.start, b.stop - o.start) for b, o in zip(blocks, outer))
     return down, across
@@ -211,19 +211,10 @@ class ScaleGroup:
         """Of whole units: what a GEMM takes, and the versions of what it was made from."""
         self._cut: weakref.WeakValueDictionary[Any, ScaleGroup] = weakref.WeakValueDictionary()
 
-    def set_amax(self, amax: Tensor) -> None:
-        """Takes the amax [1] of the matrix and makes the scale of the tensor."""
-        scheme = self.scheme
-        assert scheme is not None
-        self.amax = amax.clone()
-        if not scheme.per_tensor:
-            return
-        if self.delayed is not None:
-            self.scale = self.delayed.fwd_scale[self.column : self.column + 1].clone()
-            self.delayed.fwd_amax_history[0, self.column] = amax[0]  # this step's entry, once a step
-        else:
-            self.scale = scale_from_amax(amax, scheme.element.max, scheme.epsilon, scheme.power_of_two)
-        self.scale_inv = torch.ones_like(self.scale) / self.scale
+    @property
+    def keeps_columnwise(self) -> bool:
+        """Whether there are bytes of both directions. Where one is the transpose of the other, backward makes it from the bytes."""
+        return self.scheme is not None and self.scheme.two_copies and self.needs_columnwise
 
     def same_scales(self, other: ScaleGroup) -> bool:
         """Whether bytes mean the same under the scales that each group's parts share."""
@@ -248,10 +239,7 @@ class ScaleGroup:
 
 
 class WeightMemory:
-    """See above. All views of a parameter share it; `renew` fills it.
-
-    New tensors each time: a backward that is still to come may hold the old ones.
-    """
+    """See above. All views of a parameter share it; `weight_renew.renew` fills it."""
 
     def __init__(self, name: str, place: Place, group: ScaleGroup) -> None:
         self.name, self.place = name, place
@@ -296,7 +284,7 @@ class WeightMemory:
     @property
     def two_copies(self) -> bool:
         """Rowwise and columnwise bytes differ and both are needed."""
-        return self.scheme.two_copies and self.group.needs_columnwise
+        return self.group.keeps_columnwise
 
     @property
     def directions(self) -> tuple[str, ...]:
@@ -374,13 +362,22 @@ class WeightMemory:
         for direction in self.directions:
             self.data[direction] = torch.zeros(place.padded, width, dtype=torch.uint8, device=device)
             if scheme.block is not None:
-                shape = _count(blocks_of(self.box_of_scales(direction), self.block(direction)))
+                shape = count_blocks(blocks_of(self.box_of_scales(direction), self.block(direction)))
                 self.set_scales(direction, torch.zeros(shape, dtype=scheme.scale_dtype, device=device))
         group = self.group
         if scheme.needs_tensor_amax:
             group.amax = torch.zeros(1, device=device)
         if scheme.per_tensor:
             group.scale, group.scale_inv = torch.ones(1, device=device), torch.ones(1, device=device)
+
+    def room_for(self, direction: str, device: torch.device) -> Tensor:
+        """Where bytes of the rows that are held are to be written: over the old ones, or into new memory."""
+        place = self.place
+        shape = place.padded, place.unit[1] // self.scheme.elements_per_byte
+        held = self.data.get(direction)
+        if held is None or held.shape != shape or held.device != device or held.is_inference():
+            held = self.data[direction] = torch.zeros(shape, dtype=torch.uint8, device=device)
+        return held[: place.rows]
 
     def tensors(self) -> list[Tensor]:
         """All that it holds."""
@@ -503,7 +500,7 @@ class WeightMemory:
         """Scales of the blocks that a box touches: this parameter's, and those of others that hold rows of the matrix."""
         block = self.block(direction)
         wanted = blocks_of(box, block)
-        down, across = _count(wanted)
+        down, across = count_blocks(wanted)
         found, covered = self.scales(direction).new_empty(down, across), 0
         whole = self.extent(direction) is Extent.MATRIX
         for part in [self] if whole else self.group.parts:
@@ -511,7 +508,7 @@ class WeightMemory:
             rows, columns = (slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(wanted, held))
             shared = rows, columns
             if all(s.stop > s.start for s in shared):
-                found[_within(shared, wanted)] = part.scales(direction)[_within(shared, held)]
+                found[within(shared, wanted)] = part.scales(direction)[within(shared, held)]
                 covered += math.prod(s.stop - s.start for s in shared)
         if covered != down * across:
             raise ValueError(
@@ -590,96 +587,3 @@ def in_gemm_layout(scale: Tensor, scheme: Scheme) -> Tensor:
     if scale.dim() == 2 and scheme.two_copies and scale.dtype == torch.float32:
         return scale.t().contiguous().t()
     return scale.contiguous()
-
-
-# ---------------------------------------------------------------------------------------------------------- values -> bytes
-
-
-@torch.no_grad()
-def renew(weights: Iterable[tuple[Tensor, WeightMemory]]) -> None:
-    """Makes bytes and scales from values [rows, columns]. All ranks have to call it with the same weights in the same order.
-
-    At most two MAX all-reduces a set of groups: one number a matrix, and the amax of blocks. All parts of a matrix have to be given
-    where they share scales.
-    """
-    weights = [(values.detach(), memory) for values, memory in weights if memory.quantized]
-    known: dict[Any, Tensor] = {}
-    groups: dict[Any, tuple[Groups, str | None]] = {}
-    for values, memory in weights:
-        memory.check_bound()
-        for key, amax, reduced_over in _amax_to_share(values, memory):
-            known[key] = amax if key not in known else torch.maximum(known[key], amax)
-            groups[key] = reduced_over, memory.device_type
-    _reduce(known, groups)
-    for group in {id(m.group): m.group for _, m in weights}.values():
-        if ("tensor", id(group)) in known:
-            group.set_amax(known["tensor", id(group)].flatten())
-    for values, memory in weights:
-        for direction in memory.directions:
-            _write(values, memory, direction, known)
-
-
-def _amax_to_share(values: Tensor, memory: WeightMemory) -> Iterable[tuple[Any, Tensor, Groups]]:
-    """(key, amax as this rank knows it, ranks to reduce it over) for the scales of a weight that other ranks or parts share."""
-    place, scheme = memory.place, memory.scheme
-    if scheme.needs_tensor_amax:
-        yield ("tensor", id(memory.group)), torch.ops.ottava.amax(values), memory.weight_groups
-    if scheme.block is None:
-        return
-    for direction in memory.directions:
-        extent, block = memory.extent(direction), memory.block(direction)
-        if extent is Extent.OWN:
-            continue
-        blocks = blocks_of(memory.box_of_scales(direction), block)
-        grid = values.new_zeros(_layers(scheme), *_count(blocks), dtype=torch.float32)
-        grid[:, *_within(blocks_of(place.box(Extent.OWN), block), blocks)] = _block_amax(values, memory, direction)
-        matrix = extent is Extent.MATRIX
-        owner = memory.group if matrix else memory
-        yield (direction, id(owner)), grid, memory.weight_groups if matrix else memory.shard_groups
-
-
-def _layers(scheme: Scheme) -> int:
-    """E2M1 has a second grid: flags of blocks that have a NaN."""
-    return 2 if scheme.element.dtype is None else 1
-
-
-def _block_amax(values: Tensor, memory: WeightMemory, direction: str) -> Tensor:
-    """[layers, blocks down, blocks across] of the blocks that the rows touch."""
-    block, place = memory.block(direction), memory.place
-    grids = [torch.ops.ottava.block_amax(values, *block, place.top, place.left)]
-    if _layers(memory.scheme) == 2:
-        grids.append(torch.ops.ottava.block_amax(values.isnan().float(), *block, place.top, place.left))
-    return torch.stack(grids)
-
-
-def _reduce(known: dict[Any, Tensor], groups: dict[Any, tuple[Groups, str | None]]) -> None:
-    """MAX over ranks, in place in the dictionary: one message for all that has the same groups."""
-    together: dict[Any, list[Any]] = {}
-    for key, (over, device_type) in groups.items():
-        if any(torch.distributed.get_world_size(group) > 1 for group in over):
-            together.setdefault((over, device_type), []).append(key)
-    for (over, device_type), keys in together.items():
-        flat = torch.cat([known[key].flatten() for key in keys])
-        moved = flat.to(device_type or flat.device)
-        for group in over:  # a MAX over rows and then over columns of a mesh is the MAX over the mesh
-            torch.distributed.all_reduce(moved, op=torch.distributed.ReduceOp.MAX, group=group)
-        flat = moved.to(flat.device)
-        for key, reduced in zip(keys, flat.split([known[key].numel() for key in keys]), strict=True):
-            known[key] = reduced.view_as(known[key])
-
-
-def _write(values: Tensor, memory: WeightMemory, direction: str, known: dict[Any, Tensor]) -> None:
-    """Bytes and scales of one direction, from what was reduced."""
-    place, scheme, ops = memory.place, memory.scheme, torch.ops.ottava
-    if scheme.block is None:
-        data = ops.encode(values, memory.group.scale, str(scheme), 1, 1, 0, 0)
-    else:
-        extent, block = memory.extent(direction), memory.block(direction)
-        owner = memory.group if extent is Extent.MATRIX else memory
-        grid = _block_amax(values, memory, direction) if extent is Extent.OWN else known[direction, id(owner)]
-        factor, scale = ops.block_scales(grid[0], grid[-1], memory.group.amax, str(scheme), values.dtype)
-        memory.set_scales(direction, scale)
-        own = _within(blocks_of(place.box(Extent.OWN), block), blocks_of(place.box(extent), block))
-        data = ops.encode(values, factor[own], str(scheme), *block, place.top, place.left)
-    memory.data[direction] = pad(data, (0, 0, 0, place.padded - place.rows))
-    memory.without_scales = False

@@ -177,6 +177,8 @@ class PrecisionSection:
     """Type in which gradients are summed over ranks."""
     fp8_weights: bool = False
     """Whether weights are stored as FP8 bytes only, with float32 masters in fused_adam."""
+    fp8_head: bool = False
+    """Whether the three products of the head are quantized by the recipe too, each chunk of tokens with scales of its own."""
 
     def make_recipe(self) -> recipes.Recipe | None:
         """The recipe, or None."""
@@ -215,7 +217,7 @@ class TrainSection:
     z_loss: float = 0.0
     """Weight of log(sum exp logits)^2 in the loss; 1e-4 keeps logits from drifting."""
     max_logits: int = 2**29
-    """Logits that exist at a time; more are made in pieces, and again in backward."""
+    """Logits of a rank that exist at a time; more tokens are taken in pieces."""
     compile: bool = False
     """Whether layers go through torch.compile."""
     deterministic: bool = False

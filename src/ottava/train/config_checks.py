@@ -144,6 +144,10 @@ def _check_quantization(config: Config) -> None:
         )
         strategy = config.parallel.strategy
         _need(strategy in ("fsdp2", "none"), f"precision.fp8_weights does not go with parallel.strategy {strategy!r}.")
+    _need(
+        precision.recipe != "none" or not precision.fp8_head,
+        "precision.fp8_head quantizes the head by the recipe, but precision.recipe is 'none'.",
+    )
     plain = precision.plain_layers or 0
     _need(
         0 <= plain <= model.layers,
@@ -159,6 +163,7 @@ def _check_quantization(config: Config) -> None:
         "precision.recipe 'none', or leave train.compile off.",
     )
     multiple = Quantization.of(recipe).feature_multiple
+    _check_head(config, Quantization.of(recipe))
     for name in ("hidden_size", "ffn_hidden_size"):
         width = getattr(model, name)
         for what, part in (
@@ -169,6 +174,19 @@ def _check_quantization(config: Config) -> None:
                 part % multiple == 0,
                 f"model.{name}{what} = {part} must be a multiple of {multiple} for precision.recipe {precision.recipe!r}.",
             )
+
+
+def _check_head(config: Config, quantization: Quantization) -> None:
+    words = config.model.vocab_size or (257 if config.data.tokenizer == "byte" else None)
+    if not config.precision.fp8_head or words is None:  # a head whose size is not known yet says the same when it runs
+        return
+    tp, padding = max(config.parallel.tp, 1), config.model.pad_vocab_to
+    rows = -(-words // padding) * padding // tp
+    _need(
+        rows % quantization.feature_multiple == 0 and quantization.weight.fills_blocks(rows),
+        f"precision.fp8_head quantizes whole blocks of the vocabulary, but a rank has {rows} rows of it: pad it with "
+        f"model.pad_vocab_to = {128 * tp}.",
+    )
 
 
 def _check_parallel(config: Config) -> None:

@@ -51,7 +51,8 @@ def _products(config: Config, plan: ParallelPlan) -> str:
     if precision.recipe == "none":
         return str(plan.param_dtype)
     plain = precision.unquantized(layers)
-    return precision.recipe + (f" in all but the last {plain} of {layers} layers" if plain else "")
+    where = f" in all but the last {plain} of {layers} layers" if plain else ""
+    return precision.recipe + where + (", head too" if precision.fp8_head else "")
 
 
 def memory(config: Config, model: CausalLM, plan: ParallelPlan, device: str) -> dict[str, float]:
@@ -71,7 +72,11 @@ def memory(config: Config, model: CausalLM, plan: ParallelPlan, device: str) -> 
     activation = torch.finfo(plan.param_dtype).bits / 16  # of the 16 bits that the rule of thumb is for
     tokens = train.micro_batch * config.data.length
     kept = {"none": SAVED_BYTES, "selective": SAVED_BYTES * 0.6, "full": 2.0}[plan.recompute]
-    logits = min(tokens * (shape.vocab_size or 257) / plan.tp, train.max_logits)
+    all_logits = tokens * (shape.vocab_size or 257) / plan.tp
+    logits = min(all_logits, train.max_logits)
+    head = (shape.vocab_size or 257) * shape.hidden_size / plan.tp
+    # On a GPU gradients take the place of the logits, and that of the head's weight is added up in float32 over the pieces.
+    loss = logits * 2 * activation + (head * 4.0 if all_logits > logits else 0.0)
     accumulates = train.global_batch > plan.dp_replicate * plan.dp_shard * train.micro_batch
     return {
         "weights": held * weight,
@@ -81,5 +86,5 @@ def memory(config: Config, model: CausalLM, plan: ParallelPlan, device: str) -> 
         "gathered layers": layer * wire * (1 + plan.prefetch) * (2 if sharded > 1 else 0),
         "unreduced gradients": count / plan.tp * 4.0 if accumulates and sharded > 1 else 0.0,
         "activations": shape.layers * tokens * shape.hidden_size * kept * activation / plan.tp,
-        "logits": logits * (4.0 + 2 * activation),
+        "logits": loss if device == "cuda" else logits * (4.0 + 2 * activation),
     }

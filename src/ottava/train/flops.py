@@ -5,8 +5,8 @@ MFU is the shortest possible time over the time taken. With products in two prec
     F_quantized / P_quantized + F_plain / P_plain
 
 F from the model (`FlopsPerToken`: 6 N and attention, nothing that is recomputed), P the peak of the device for dense products.
-The layers' products are quantized; the head and attention are not. `mfu` counts the half of attention that a causal mask leaves,
-`mfu_full` the whole square, as many papers do. A device that is not in the table has no MFU rather than a wrong one.
+The layers' products are quantized, the head's by choice, attention's are not. `mfu` counts the half of attention that a causal mask
+leaves, `mfu_full` the whole square, as many papers do. A device that is not in the table has no MFU rather than a wrong one.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ class Bound:
     quantized: str | None = None
     plain_share: float = 0.0
     """Of the layers: those that are not quantized."""
+    quantized_head: bool = False
 
     def seconds_per_token(self, flops: FlopsPerToken, causal: bool = True) -> float | None:
         """At the peak; None if that is not known."""
@@ -88,10 +89,13 @@ class Bound:
         if self.peak is None or layers not in self.peak.tflops or plain not in self.peak.tflops:
             return None
         attention = flops.attention / 2 if causal else flops.attention
-        kept = self.plain_share * flops.layers + flops.head + attention
-        return (
-            (1 - self.plain_share) * flops.layers / self.peak.tflops[layers] + kept / self.peak.tflops[plain]
-        ) * 1e-12
+        kept = self.plain_share * flops.layers + attention
+        fast = (1 - self.plain_share) * flops.layers
+        if self.quantized_head:
+            fast += flops.head
+        else:
+            kept += flops.head
+        return (fast / self.peak.tflops[layers] + kept / self.peak.tflops[plain]) * 1e-12
 
     def mfu(self, flops: FlopsPerToken, tokens_per_s_per_gpu: float, causal: bool = True) -> float | None:
         """Share of the peak that is reached."""
@@ -106,9 +110,10 @@ class Bound:
             return f"none: the peak of this device is {known}; --metrics.measure-peak measures it"
         figures = {layers: self.peak.tflops[layers], self.plain: self.peak.tflops[self.plain]}
         peaks = " and ".join(f"{name} {value:g}" for name, value in figures.items())
-        share, rest = "layers", "head and attention"
+        share, rest = "layers", "attention" if self.quantized_head else "head and attention"
         if self.plain_share:
             share, rest = f"{1 - self.plain_share:.0%} of the layers", f"the others, {rest}"
+        share += " and head" if self.quantized_head else ""
         how = f"{share} in {layers}, {rest} in {self.plain}" if layers != self.plain else f"all in {layers}"
         return f"6N + causal attention, {how}; peak {peaks} TFLOP/s ({self.peak.source})"
 

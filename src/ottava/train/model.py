@@ -34,7 +34,7 @@ def construct(config: Config, vocab_size: int, device: str | torch.device = "met
         enabled=config.precision.fp8_weights, recipe=recipe, preserve_high_precision_init_val=True
     ):
         kind = Llama if isinstance(shape, LlamaConfig) else GPT
-        model: CausalLM = kind(shape, device=device, params_dtype=dtype)  # type: ignore[arg-type]
+        model: CausalLM = kind(shape, device=device, params_dtype=dtype, fp8_head=config.precision.fp8_head)  # type: ignore[arg-type]
     for layer in model.layers[shape.layers - config.precision.unquantized(shape.layers) :]:
         ottava.leave_unquantized(layer)
     return model

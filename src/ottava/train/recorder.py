@@ -148,7 +148,7 @@ def _bound(config: Config, world: World, model: DistributedModel) -> Bound:
     else:
         peak = device_peak(torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine())
     plain_share = config.precision.unquantized(config.model.layers) / config.model.layers if quantized else 0.0
-    bound = Bound(world.share(peak), plain, quantized, plain_share)
+    bound = Bound(world.share(peak), plain, quantized, plain_share, config.precision.fp8_head)
     if config.gate.min_mfu is not None and bound.seconds_per_token(model.flops) is None:
         raise ValueError(
             f"gate.min_mfu ({config.gate.min_mfu}) cannot be judged: the peak of this device is not known. "
