@@ -37,7 +37,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the archive is unpacked."""
     folder = tmp_path_factory.mktemp("old")
     with tarfile.open(ARCHIVE) as archive:
-        safely: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # not in 3.11.0 to 3.11.3
+        safely: dict[str, Any] = (
+            {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+        )  # not in 3.11.0 to 3.11.3
         archive.extractall(folder, **safely)
     return folder / "checkpoints-0.1"
 

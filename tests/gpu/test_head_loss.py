@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import Tensor
 from torch.nn import functional
 
@@ -179,10 +182,9 @@ def test_a_step_is_few_launches_and_holds_one_chunk_of_logits():
     weights = words * hidden
     # A chunk of logits in bf16; or dweight in float32, in bf16 and dx; a tenth for what is small.
     assert peak <= 1.1 * (most * 2 + weights * 4 + 2 * tokens * hidden * 2) + 2**25, peak / (most * 2)
-    launches = sum(event.count for event in profile.key_averages())
-    assert launches <= 10 * chunks + 20, launches
-    names = [event.key for event in profile.key_averages()]
-    assert sum("_fused_kernel" in name for name in names) == 1, names
+    kernels = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert sum("_fused_kernel" in name for name in kernels) == chunks, kernels
+    assert len(kernels) <= 12 * chunks + 24, kernels
 
 
 @pytest.mark.parametrize("tie", [False, True])
@@ -223,3 +225,44 @@ def test_a_quantized_head_is_close_to_one_in_bf16(chosen):
     (loss * 0.25).backward()
     assert x.grad is not None and head.weight.grad is not None
     close((loss.detach(), x.grad, head.weight.grad), wanted, (2e-2, 1e-1, 1e-1))
+
+
+# ---------------------------------------------------------------------------------------------------- two ranks on one GPU
+
+SPLIT = (2046, 128, 512)  # words, padded to 2048: the second rank has two rows of padding
+
+
+def _rank(rank: int, folder: str) -> None:
+    torch.cuda.set_device(0)
+    dist.init_process_group("cpu:gloo,cuda:gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    results = {}
+    for sequence_parallel in (False, True):
+        for quantized in (False, True):
+            head, x, targets = inputs(SPLIT, torch.bfloat16, hidden=256)
+            head.set_tensor_parallel_group(dist.group.WORLD)
+            head.sequence_parallel, head.quantized = sequence_parallel, quantized
+            if sequence_parallel:
+                x = x.detach().chunk(2)[rank].clone().requires_grad_()
+            with ottava.autocast(enabled=quantized, recipe=recipe.Float8CurrentScaling()):
+                loss = head_loss(head, x, targets, head.rows * 200, **OPTIONS["all"])
+            (loss * 0.25).backward()
+            assert x.grad is not None and head.weight.grad is not None
+            results[sequence_parallel, quantized] = [t.detach().cpu() for t in (loss, x.grad, head.weight.grad)]
+    torch.save(results, f"{folder}/results-{rank}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_vocabulary_over_two_ranks():
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, args=(folder,), nprocs=2)
+        one, two = (torch.load(f"{folder}/results-{rank}", weights_only=False) for rank in range(2))  # our own files
+    wanted = tuple(t.cpu() for t in in_float64(*inputs(SPLIT, torch.bfloat16, hidden=256), OPTIONS["all"]))
+    for sequence_parallel, quantized in one:
+        (loss, dx, dweight), (other, dx2, dweight2) = (
+            one[sequence_parallel, quantized],
+            two[sequence_parallel, quantized],
+        )
+        assert torch.equal(loss, other)
+        found = (loss, torch.cat([dx, dx2]) if sequence_parallel else dx2, torch.cat([dweight, dweight2]))
+        close(found, wanted, (2e-2, 1e-1, 1e-1) if quantized else (5e-4, 1e-2, 1e-2))

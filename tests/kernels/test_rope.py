@@ -124,3 +124,31 @@ def test_ops_pass_torch_opcheck(op: str) -> None:
         "merge_qkv": (q, kv, kv, freqs, freqs, positions, 1, 1, False, True),
     }
     torch.library.opcheck(getattr(torch.ops.ottava, op).default, samples[op])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_tables_of_cosines_turn_as_their_angles_do(interleaved: bool, transposed: bool) -> None:
+    """On a GPU all layers share one table [2, rows, rot]; the reference takes it too."""
+    x = torch.randn(12, 3, 8)
+    angles = torch.rand(6, 6) * 40
+    by_angles = rope.rope(x, angles, None, 2, 6, interleaved, transposed)
+    by_tables = rope.rope(x, rope.tables(angles), None, 2, 6, interleaved, transposed)
+    torch.testing.assert_close(by_tables, by_angles, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize("by_group", [False, True])
+def test_splitting_to_rows_that_lie_together_is_splitting_and_a_copy(turns: bool, by_group: bool) -> None:
+    length, batch, heads, groups, dim = 5, 3, 4, 2, 6
+    qkv = torch.randn(length * batch, (heads + 2 * groups) * dim, requires_grad=True)
+    angles = torch.rand(length, 4) if turns else None
+    where = (angles, angles, None, batch, length, heads, groups, by_group, False)
+    parts = [x.unflatten(0, (length, batch)).transpose(0, 1).flatten(0, 1) for x in rope.split_qkv(qkv, *where)]
+    together = rope.split_qkv(qkv, *where, batch)
+    grads = [torch.randn_like(x) for x in parts]
+    for a, b in zip(together, parts, strict=True):
+        assert torch.equal(a, b)
+        assert a.is_contiguous()
+    wanted = torch.autograd.grad(parts, qkv, grads)
+    assert torch.equal(torch.autograd.grad(together, qkv, grads)[0], wanted[0])

@@ -226,3 +226,12 @@ def test_models_quantize_their_head_by_choice():
         assert model.head.weight.grad is not None
         losses.append(loss.item())
     assert losses[0] != losses[1] and losses[1] == pytest.approx(losses[0], rel=1e-2)
+
+
+def test_a_gradient_has_the_dtype_that_its_parameter_asks_for():
+    for max_logits in (2**20, PADDED):
+        head, x, targets = inputs()
+        head.weight.grad_dtype = torch.bfloat16
+        found = made(head, x, targets, max_logits, {})
+        assert found[2].dtype == torch.bfloat16
+        close(found[2:], in_float64(head, x, targets, {})[2:], 8e-3)

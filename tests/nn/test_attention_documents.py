@@ -5,7 +5,13 @@ import math
 import pytest
 import torch
 
-from ottava.attention import DotProductAttention, PackedDocuments, attention_backend
+from ottava.attention import (
+    DotProductAttention,
+    MultiheadAttention,
+    PackedDocuments,
+    RotaryPositionEmbedding,
+    attention_backend,
+)
 from ottava.kernels.attention_documents import document_attention
 from ottava.models import Llama, LlamaConfig
 from ottava.nn.attention_documents import document_bounds, document_mask
@@ -108,6 +114,22 @@ def test_layers_share_one_mask() -> None:
     by_object = model(tokens, documents=packed)
     assert all(mask is packed for mask in seen)
     assert torch.equal(by_object, model(tokens, documents=packed.documents))
+
+
+def test_rows_that_lie_together_give_the_same_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU does for kernels that go by cumulative lengths: attention with the batch first, inside of a layer without."""
+    torch.manual_seed(3)
+    block = MultiheadAttention(32, 4, num_gqa_groups=2, attention_dropout=0.0, qk_norm_type="RMSNorm", device="cpu")
+    x = torch.randn(12, 2, 32, requires_grad=True)
+    options = {"attention_mask": PackedDocuments(numbers(PACKINGS["several"])), "attn_mask_type": "arbitrary"}
+    options["rotary_pos_emb"] = RotaryPositionEmbedding(8, device="cpu")(12)
+    results = []
+    for layout in ("sbhd", "bshd"):
+        monkeypatch.setattr(block, "_core_layout", lambda *_, layout=layout: layout)
+        out = block(x, **options)
+        results.append([out, *torch.autograd.grad(out.square().sum(), [x, *block.parameters()])])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_a_compiled_layer_takes_packed_documents() -> None:

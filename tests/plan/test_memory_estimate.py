@@ -78,3 +78,21 @@ def test_mistakes_are_named() -> None:
             run([2], None)
     finally:
         dist.destroy_process_group()
+
+
+def test_logits_are_counted_once_as_gpus_have_them() -> None:
+    """Their gradient takes their place; in pieces there is one piece, and the head's gradient in float32."""
+    words, tokens = 16384, 1024
+    config = LlamaConfig(words, 64, 64, layers=1, heads=1, kv_heads=1, max_length=128)
+
+    def activations(max_logits: int) -> int:
+        def loss(model: nn.Module) -> Tensor:
+            drawn = torch.randint(words, (8, 129))
+            return model(drawn[:, :-1], drawn[:, 1:], max_logits=max_logits)
+
+        return estimate(lambda: Llama(config, device="meta"), lambda n: ParallelPlan(), [2], None, loss)[0].activations
+
+    whole, pieces = activations(2**29), activations(words * tokens // 8)
+    size = 2 * words * tokens  # in bf16
+    assert size < whole < 1.3 * size
+    assert pieces < whole - 0.5 * size

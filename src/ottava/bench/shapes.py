@@ -29,6 +29,8 @@ class Workload:
     length: int
     reference_steps: int = 3
     """1 where weights, gradients and moments of the reference in float32 do not fit on one GPU: then it makes gradients alone."""
+    lr: float = 3e-5
+    """Small enough for the loss to fall from the first step on."""
 
     @property
     def tokens(self) -> int:
@@ -50,7 +52,7 @@ def workloads() -> dict[str, Workload]:
         "1b": Workload(one, batch=4, length=4096),
         "8b-8": Workload(replace(eight, layers=8), batch=1, length=8192),
         "8b": Workload(eight, batch=1, length=8192, reference_steps=1),
-        "tiny": Workload(tiny, batch=2, length=64),
+        "tiny": Workload(tiny, batch=2, length=64, lr=3e-4),
     }
 
 
@@ -59,7 +61,7 @@ def train_config(workload: Workload, token_file: str, run: str) -> Config:
     return Config(
         model=workload.model,
         data=DataSection(files=(token_file,), length=workload.length, validation_fraction=0.0),
-        optimizer=OptimizerSection(lr=3e-4),
+        optimizer=OptimizerSection(lr=workload.lr),
         schedule=ScheduleSection(kind="constant", warmup_steps=0),
         train=TrainSection(
             run=run, steps=10**6, global_batch=workload.batch, micro_batch=workload.batch, evaluate_every=0, sample_tokens=0

@@ -33,9 +33,8 @@ FLASH4_CHANNELS = (64, 128)
 FLASH4_QUERIES = 2048
 """Queries from which flash4 is chosen for dense attention: shorter ones were not measured."""
 
-_forced = (
-    "auto"  # of the process: a recomputed forward runs in another thread, and must choose what the first one chose
-)
+# Of the process: a recomputed forward runs in another thread, and must choose what the first one chose.
+_forced = "auto"
 
 
 @contextlib.contextmanager
@@ -90,10 +89,10 @@ def dense_backend(q: Tensor, k: Tensor, v: Tensor, causal: bool, special: bool) 
     """For q [b, h, s, d], k and v [b, g, t, d] on a GPU. special: a mask, a bias or dropout, which only torch's kernels take."""
     asked = forced()
     chosen = asked if asked in ("cudnn", "flash") else "cudnn"
-    if not special and flash4_fits(q, k, v) and (not causal or q.shape[2] == k.shape[2]):
-        measured = q.shape[3] in FLASH4_CHANNELS and q.shape[2] >= FLASH4_QUERIES
-        if asked == "flash4" or (asked == "auto" and measured and flash4() is not None):
-            chosen = "flash4"
+    wanted = asked == "flash4" or (asked == "auto" and q.shape[2] >= FLASH4_QUERIES)
+    square = not causal or q.shape[2] == k.shape[2]  # flash4 counts a causal mask from the other corner
+    if wanted and square and not special and flash4_fits(q, k, v) and flash4() is not None:
+        chosen = "flash4"
     if not torch.compiler.is_compiling():
         say_once(f"ottava: attention with heads of {q.shape[3]} channels uses {chosen}.")
     return chosen
@@ -105,12 +104,8 @@ def packed_backend(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return None
     asked = forced()
     chosen = "flash"
-    if flash4_fits(q, k, v) and (
-        asked == "flash4" or (asked in ("auto", "cudnn") and q.shape[-1] in FLASH4_CHANNELS and flash4() is not None)
-    ):
+    if asked in ("auto", "cudnn", "flash4") and flash4_fits(q, k, v) and flash4() is not None:
         chosen = "flash4"
-    if not torch.compiler.is_compiling():
-        say_once(f"ottava: packed attention with heads of {q.shape[-1]} channels uses {chosen}.")
     return chosen
 
 
@@ -129,11 +124,12 @@ def varlen_fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def flash4_fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """flash4 is written for Hopper and Blackwell. torch.compile does not look into it, so compiled code keeps to torch's kernels."""
+    """What flash4 was measured with. It is written for Hopper and Blackwell; torch.compile does not look into it, so compiled code
+    keeps to torch's kernels."""
     return (
         not torch.compiler.is_compiling()
         and varlen_fits(q, k, v)
-        and q.shape[-1] <= 128
+        and q.shape[-1] in FLASH4_CHANNELS
         and _capability(q.device.index)[0] in (9, 10)
     )
 

@@ -23,7 +23,9 @@ from ottava.kernels.launch import Launcher
 
 LOWEST = tl.constexpr(_LOWEST)
 WIDEST = 8192
-"""Columns that a program takes at a time, at most: 16 a thread, two loads of 16 bytes in bf16."""
+"""Columns that a program takes at a time, at most."""
+PER_WARP = 512
+"""Of these a warp takes: 16 a thread, two loads of 16 bytes in bf16. That takes 64 registers, so two programs of 16 warps share an SM."""
 
 
 @triton.jit
@@ -172,7 +174,7 @@ def _block(width: int) -> int:
 
 def _launch(launcher: Launcher, count: int, block: int, arguments: dict[str, Any]) -> None:
     if count:
-        launcher((count,), block // 512, arguments, fuse_multiply_add=True)
+        launcher((count,), block // PER_WARP, arguments, fuse_multiply_add=True)
 
 
 def _rows(logits: Tensor) -> Tensor:
@@ -210,7 +212,7 @@ def values(statistics: Tensor, targets: Tensor, terms: Terms) -> Tensor:
     """See `head_loss._values`."""
     ranks, rows = statistics.shape[:2]
     losses = torch.empty(rows, dtype=torch.float32, device=statistics.device)
-    _launch(_VALUES, rows, 512, {
+    _launch(_VALUES, rows, PER_WARP, {
         "statistics": statistics.contiguous(), "targets": targets.contiguous(), "losses": losses, "rows": rows, "ranks": ranks,
         "vocabulary": terms.vocabulary, "ignore": terms.ignore_index, "smoothing": terms.smoothing, "z_loss": terms.z_loss,
         "SMOOTHED": terms.smoothing != 0,

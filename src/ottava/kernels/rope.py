@@ -4,6 +4,8 @@ A pair of channels (a, b) of a head at position p is turned by the angle f[p]: a
 in float32, rounded once. The pairs are (i, i + rot/2), or (2i, 2i+1) when interleaved; channels from `rot` on pass through.
 The gradient is the transposed rotation, so backward needs the angles and never the values.
 
+Angles are [rows, rot], or, on a GPU, their cosines and sines [2, rows, rot], which `tables` makes once for all layers: the kernels would
+else make them again in every call.
 Tokens are flat in all ops. The row of the angle table of token t is `positions[t]`, or `(t // seq_stride) % seq_len`
 (seq_stride is the batch size for sbhd, 1 for bshd).
 """
@@ -41,8 +43,12 @@ def rotate(x: Tensor, freqs: Tensor, rows: Tensor, interleaved: bool, transposed
     """x [T, heads, d] turned by the angles freqs[rows] [T, rot]; contiguous, in x's dtype."""
     rot = freqs.shape[-1]
     work = torch.promote_types(x.dtype, torch.float32)
-    angle = freqs.to(work)[rows][:, None]  # [T, 1, rot]
-    cos, sin = _pairs(torch.cos(angle), interleaved), _pairs(torch.sin(angle), interleaved)
+    if freqs.dim() == 3:
+        cosine, sine = (table.to(work)[rows][:, None] for table in freqs)
+    else:
+        angle = freqs.to(work)[rows][:, None]  # [T, 1, rot]
+        cosine, sine = torch.cos(angle), torch.sin(angle)
+    cos, sin = _pairs(cosine, interleaved), _pairs(sine, interleaved)
     out = x.to(work, copy=True, memory_format=torch.contiguous_format)
     a, b = _pairs(x[..., :rot].to(work), interleaved)
     to_a, to_b = _pairs(out[..., :rot], interleaved)
@@ -53,6 +59,12 @@ def rotate(x: Tensor, freqs: Tensor, rows: Tensor, interleaved: bool, transposed
         to_a.copy_(a * cos[0] - b * sin[0])
         to_b.copy_(b * cos[1] + a * sin[1])
     return out.to(x.dtype)
+
+
+def tables(angles: Tensor) -> Tensor:
+    """angles [rows, rot] -> their cosines and sines, float32 [2, rows, rot]."""
+    angles = angles.float()
+    return torch.stack([torch.cos(angles), torch.sin(angles)])
 
 
 # -------------------------------------------------------------------------------------------------------------------- rope
@@ -129,7 +141,9 @@ def _split_qkv(
     groups: int,
     by_group: bool,
     interleaved: bool,
+    batch: int = 1,
 ) -> QueryKeyValue:
+    """batch > 1: the tokens of qkv lie as [s, batch], those of q, k and v as [batch, s], each row together."""
     tokens = qkv.shape[0]
     rows = table_rows(tokens, positions, seq_stride, seq_len, qkv.device)
     parts = [
@@ -141,7 +155,12 @@ def _split_qkv(
         else rotate(part, freqs, rows, interleaved, False)
         for part, freqs in zip(parts, (freqs_q, freqs_k, None), strict=True)
     )
-    return q, k, v
+    return (q, k, v) if batch == 1 else (_turned_over(q, batch), _turned_over(k, batch), _turned_over(v, batch))
+
+
+def _turned_over(x: Tensor, rows: int) -> Tensor:
+    """[n * rows, ...] -> [rows * n, ...]: from n runs of `rows` tokens to `rows` runs of n."""
+    return x.unflatten(0, (-1, rows)).transpose(0, 1).flatten(0, 1)
 
 
 def _split_qkv_fake(
@@ -155,6 +174,7 @@ def _split_qkv_fake(
     groups: int,
     by_group: bool,
     interleaved: bool,
+    batch: int = 1,
 ) -> QueryKeyValue:
     dim = qkv.shape[1] // (heads + 2 * groups)
     q, k, v = (qkv.new_empty(qkv.shape[0], count, dim) for count in (heads, groups, groups))
@@ -172,9 +192,12 @@ def _merge_qkv(
     seq_len: int,
     by_group: bool,
     interleaved: bool,
+    batch: int = 1,
 ) -> Tensor:
     tokens, heads, dim = dq.shape
     groups = dk.shape[1]
+    if batch > 1:
+        dq, dk, dv = (_turned_over(x, tokens // batch) for x in (dq, dk, dv))
     rows = table_rows(tokens, positions, seq_stride, seq_len, dq.device)
     out = dq.new_empty(tokens, (heads + 2 * groups) * dim)
     grads = zip(_parts(out, heads, groups, by_group), (dq, dk, dv), (freqs_q, freqs_k, None), strict=True)
@@ -194,13 +217,13 @@ merge_qkv = define("merge_qkv", _merge_qkv, _merge_qkv_fake, _triton("merge_qkv"
 
 
 def _split_setup(ctx: Any, inputs: tuple[Any, ...], output: QueryKeyValue) -> None:
-    _, freqs_q, freqs_k, positions, seq_stride, seq_len, _, _, by_group, interleaved = inputs
+    _, freqs_q, freqs_k, positions, seq_stride, seq_len, _, _, by_group, interleaved, batch = inputs
     ctx.save_for_backward(freqs_q, freqs_k, positions)
-    ctx.options = (seq_stride, seq_len, by_group, interleaved)
+    ctx.options = (seq_stride, seq_len, by_group, interleaved, batch)
 
 
 def _split_backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
-    return merge_qkv(dq, dk, dv, *ctx.saved_tensors, *ctx.options), *(None,) * 9
+    return merge_qkv(dq, dk, dv, *ctx.saved_tensors, *ctx.options), *(None,) * 10
 
 
 torch.library.register_autograd("ottava::split_qkv", _split_backward, setup_context=_split_setup)

@@ -34,8 +34,8 @@ def _turned(here, there, cos, sin, first, turn, transposed: tl.constexpr):
 def _qkv_kernel(
     qkv, q, k, v, cos_q, sin_q, cos_k, sin_k, positions,
     q_token, q_head, k_token, k_head, v_token, v_head,
-    seq_stride, seq_len, rows_q, rows_k, heads, groups, share,
-    has_positions: tl.constexpr, turn_q: tl.constexpr, turn_k: tl.constexpr, by_group: tl.constexpr,
+    seq_stride, seq_len, rows_q, rows_k, heads, groups, share, tokens, batch,
+    batch_major: tl.constexpr, has_positions: tl.constexpr, turn_q: tl.constexpr, turn_k: tl.constexpr, by_group: tl.constexpr,
     interleaved: tl.constexpr, merge: tl.constexpr,
     dim: tl.constexpr, rot_q: tl.constexpr, rot_k: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
@@ -64,10 +64,13 @@ def _qkv_kernel(
     else:
         row = (token // seq_stride) % seq_len
 
+    place = token  # of the token in q, k and v: as in qkv, or with the tokens of each row together
+    if batch_major:
+        place = token % batch * (tokens // batch) + token // batch
     flat = token * slots * dim + slot * dim
-    at_q = token * q_token + head * q_head
-    at_k = token * k_token + head * k_head
-    at_v = token * v_token + head * v_head
+    at_q = place * q_token + head * q_head
+    at_k = place * k_token + head * k_head
+    at_v = place * v_token + head * v_head
     in_q, in_k, in_v = inside & is_q, inside & is_k, inside & is_v
 
     if merge:
@@ -160,6 +163,9 @@ def _table(freqs: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor, int]:
     """cos and sin of the angles, and their width; placeholders where nothing turns."""
     if freqs is None:
         return like, like, 2
+    if freqs.dim() == 3:
+        cos, sin = freqs.contiguous().unbind()
+        return cos, sin, freqs.shape[-1]
     freqs = freqs.float().contiguous()
     return torch.cos(freqs), torch.sin(freqs), freqs.shape[-1]
 
@@ -201,7 +207,7 @@ def rope(
 
 def _launch_qkv(
     qkv: Tensor, q: Tensor, k: Tensor, v: Tensor, freqs_q: Tensor | None, freqs_k: Tensor | None,
-    positions: Tensor | None, seq_stride: int, seq_len: int, by_group: bool, interleaved: bool, merge: bool,
+    positions: Tensor | None, seq_stride: int, seq_len: int, by_group: bool, interleaved: bool, batch: int, merge: bool,
 ) -> None:  # fmt: skip
     tokens, heads, dim = q.shape
     groups = k.shape[1]
@@ -219,8 +225,8 @@ def _launch_qkv(
             "q_token": q.stride(0), "q_head": q.stride(1), "k_token": k.stride(0), "k_head": k.stride(1),
             "v_token": v.stride(0), "v_head": v.stride(1),
             "seq_stride": seq_stride, "seq_len": max(seq_len, 1), "rows_q": cos_q.shape[0], "rows_k": cos_k.shape[0],
-            "heads": heads, "groups": groups, "share": heads // groups,
-            "has_positions": positions is not None, "turn_q": freqs_q is not None, "turn_k": freqs_k is not None,
+            "heads": heads, "groups": groups, "share": heads // groups, "tokens": tokens, "batch": batch,
+            "batch_major": batch > 1, "has_positions": positions is not None, "turn_q": freqs_q is not None, "turn_k": freqs_k is not None,
             "by_group": by_group, "interleaved": interleaved, "merge": merge,
             "dim": dim, "rot_q": rot_q, "rot_k": rot_k, "SLOTS": slots, "DIM": triton.next_power_of_2(dim),
         },
@@ -229,26 +235,27 @@ def _launch_qkv(
 
 def split_qkv(
     qkv: Tensor, freqs_q: Tensor | None, freqs_k: Tensor | None, positions: Tensor | None,
-    seq_stride: int, seq_len: int, heads: int, groups: int, by_group: bool, interleaved: bool,
+    seq_stride: int, seq_len: int, heads: int, groups: int, by_group: bool, interleaved: bool, batch: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """See `rope._split_qkv`."""
     dim = qkv.shape[1] // (heads + 2 * groups)
     q, k, v = (qkv.new_empty(qkv.shape[0], count, dim) for count in (heads, groups, groups))
     _launch_qkv(
-        qkv.contiguous(), q, k, v, freqs_q, freqs_k, positions, seq_stride, seq_len, by_group, interleaved, merge=False
-    )
+        qkv.contiguous(), q, k, v, freqs_q, freqs_k, positions, seq_stride, seq_len, by_group, interleaved, batch,
+        merge=False,
+    )  # fmt: skip
     return q, k, v
 
 
 def merge_qkv(
     dq: Tensor, dk: Tensor, dv: Tensor, freqs_q: Tensor | None, freqs_k: Tensor | None, positions: Tensor | None,
-    seq_stride: int, seq_len: int, by_group: bool, interleaved: bool,
+    seq_stride: int, seq_len: int, by_group: bool, interleaved: bool, batch: int = 1,
 ) -> Tensor:  # fmt: skip
     """See `rope._merge_qkv`."""
     tokens, heads, dim = dq.shape
     out = dq.new_empty(tokens, (heads + 2 * dk.shape[1]) * dim)
     _launch_qkv(
         out, _rowed(dq), _rowed(dk), _rowed(dv), freqs_q, freqs_k, positions, seq_stride, seq_len, by_group, interleaved,
-        merge=True,
+        batch, merge=True,
     )  # fmt: skip
     return out

@@ -8,7 +8,7 @@
 the logits exist: three products a token, none of them twice. Kept for backward are dx [T, h] and dweight [V, h], instead of logits. With
 128,256 words, hidden size 2048, 16,384 tokens and max_logits 2^29 on an H200: dlogits of all tokens would be 4.2 GB in bf16, dweight in
 float32 is 1.05 GB. Adding to it in four chunks moves 6.3 GB, 1.5 ms; making the logits a second time, as a checkpoint does, takes 11.
-Where one chunk holds all tokens there is nothing to add, and dweight is written in the weight's dtype.
+Where one chunk holds all tokens there is nothing to add, and dweight is written in the dtype that the weight wants its gradient in.
 
 Vocabulary-parallel ranks exchange four numbers a token and chunk, and sum dx once (a reduce-scatter where the sequence is split).
 """
@@ -30,11 +30,16 @@ from ottava.kernels.head_loss import Terms, add_product_
 from ottava.quant.quantization import Quantization
 from ottava.quant.scheme import Scheme
 from ottava.quant.state import CURRENT
+from ottava.quant.weight import gradient_dtype
 
 ops = torch.ops.ottava
 
 TILE = 128
 """Tokens of a chunk are a multiple of this where they can be: the tiles of a GEMM, and the longest blocks of a recipe."""
+
+
+ALIGNED = 16
+"""Logits of a row on a GPU are padded to a multiple of this: cuBLAS and loads of 16 bytes are several times slower on other rows."""
 
 
 class _Plan(NamedTuple):
@@ -48,6 +53,8 @@ class _Plan(NamedTuple):
     """Tokens at a time."""
     wants_dx: bool
     wants_dweight: bool
+    dtype: torch.dtype
+    """Of dweight."""
     quantization: Quantization | None
 
 
@@ -83,6 +90,7 @@ def head_loss(
         chunk_of(targets.numel(), max_logits // head.rows),
         gradients and x.requires_grad,
         gradients and weight.requires_grad,
+        gradient_dtype(head.weight),
         quantization,
     )
     return _HeadLoss.apply(x, weight, targets, plan)
@@ -132,8 +140,14 @@ class _Products:
         self.weight = weight.to(dtype)
 
     def logits(self, x: Tensor) -> Tensor:
+        """[t, V/tp]; on a GPU with columns of no meaning behind them where rows would not be aligned."""
         self.x = x
-        return ops.mm(x, self.weight, None, x.dtype)
+        missing = -self.weight.shape[0] % ALIGNED if x.is_cuda else 0
+        if not missing:
+            return ops.mm(x, self.weight, None, x.dtype)
+        out = x.new_empty(x.shape[0], self.weight.shape[0] + missing)
+        torch.mm(x, self.weight.t(), out=out[:, :-missing])
+        return out
 
     def take(self, dlogits: Tensor) -> None:
         self.dlogits = dlogits
@@ -221,7 +235,7 @@ class _HeadLoss(torch.autograd.Function):
         losses, dx, dweight = _in_chunks(flat, weight, targets, plan)
         if dx is not None:
             dx = sum_over_ranks(dx[:tokens].view(whole.shape), plan.group, plan.gather)
-        ctx.made, ctx.dtype = (dx, dweight), weight.dtype
+        ctx.made, ctx.dtype = (dx, dweight), plan.dtype
         return fixed_sum(losses)
 
     @staticmethod
@@ -236,7 +250,7 @@ class _HeadLoss(torch.autograd.Function):
             dx.mul_(grad)
         if dweight is not None and dweight.dtype == ctx.dtype:
             dweight.mul_(grad)
-        elif dweight is not None:  # one pass: float32 is read, the weight's dtype is written
+        elif dweight is not None:  # one pass: float32 is read, what the weight wants is written
             dweight = torch.mul(dweight, grad, out=torch.empty_like(dweight, dtype=ctx.dtype))
         return dx, dweight, None, None
 
@@ -247,7 +261,7 @@ def _in_chunks(x: Tensor, weight: Tensor, targets: Tensor, plan: _Plan) -> tuple
     products = kind(weight, plan, x.dtype)
     wide = torch.promote_types(x.dtype, torch.float32)
     losses = x.new_empty(x.shape[0], dtype=wide)
-    dx = torch.empty_like(x) if plan.wants_dx else None
+    dx = x.new_empty(x.shape) if plan.wants_dx else None
     dweight: Tensor | None = None
     chunk = plan.chunk if plan.quantization is None else -(-plan.chunk // TILE) * TILE
     several = chunk < x.shape[0]
@@ -256,17 +270,17 @@ def _in_chunks(x: Tensor, weight: Tensor, targets: Tensor, plan: _Plan) -> tuple
         logits = products.logits(x[part])
         losses[part] = _losses(logits, targets[part], plan)
         if plan.wants_dx or plan.wants_dweight:
-            products.take(logits)
+            products.take(logits[:, : weight.shape[0]])
             if dx is not None:
                 dx[part] = products.dx()
             if dweight is not None:
                 products.add_dweight_(dweight)
             elif plan.wants_dweight:
-                dweight = products.dweight(torch.promote_types(weight.dtype, wide) if several else weight.dtype)
+                dweight = products.dweight(torch.promote_types(plan.dtype, wide) if several else plan.dtype)
             products.release()
         del logits
     if plan.wants_dweight and dweight is None:  # no tokens
-        dweight = torch.zeros_like(weight)
+        dweight = torch.zeros_like(weight, dtype=plan.dtype)
     return losses, dx, dweight
 
 

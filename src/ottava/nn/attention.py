@@ -530,10 +530,13 @@ class DotProductAttention(torch.nn.Module):
 
 def documents_backend(q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments) -> str:
     """The kernel for packed documents: "triton" where the host does not know their lengths, or when it is asked for."""
-    asked = backends.forced()
-    if documents.cu_seqlens is None or documents.longest is None or asked == "triton" or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         return "triton"
-    return backends.packed_backend(q, k, v) or "triton"
+    chosen = "triton"
+    if documents.cu_seqlens is not None and backends.forced() != "triton":
+        chosen = backends.packed_backend(q, k, v) or "triton"
+    backends.say_once(f"ottava: attention of packed documents with heads of {q.shape[-1]} channels uses {chosen}.")
+    return chosen
 
 
 def _perhaps_again(core: Callable[..., Tensor], recompute: bool, *args: Tensor) -> Tensor:

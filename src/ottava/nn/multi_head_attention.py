@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ottava.kernels import attention_backend as backends
 from ottava.nn import attention_mask as masks
-from ottava.nn.attention import FORMATS, DotProductAttention, check_heads
+from ottava.nn.attention import FORMATS, DotProductAttention, check_heads, documents_backend
 from ottava.nn.attention_documents import PackedDocuments
 from ottava.nn.base import InitMethod
 from ottava.nn.layernorm import LayerNorm, RMSNorm
@@ -286,8 +287,11 @@ class MultiheadAttention(torch.nn.Module):
         freqs = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
         packed_q = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
         packed_kv = cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded
+        layout = self.qkv_format
         if self.attention_type == "self":
-            q, k, v, norm_out = self._self_qkv(hidden_states, is_first_microbatch, freqs, packed_q)
+            mixed, norm_out = self._project(self._input_projection(), hidden_states, is_first_microbatch)
+            layout = self._core_layout(mixed, attention_mask)
+            q, k, v = self._self_qkv(mixed, freqs, packed_q, layout)
         else:
             if encoder_output is None:
                 raise ValueError("cross-attention needs encoder_output, the sequence that keys and values come from.")
@@ -300,6 +304,7 @@ class MultiheadAttention(torch.nn.Module):
             k,
             v,
             attention_mask,
+            qkv_format=layout,
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_kv=cu_seqlens_kv,
             cu_seqlens_q_padded=cu_seqlens_q_padded,
@@ -317,6 +322,8 @@ class MultiheadAttention(torch.nn.Module):
             inference_params=inference_params,
             pad_between_seqs=pad_between_seqs,
         )
+        if layout != self.qkv_format:
+            context = context.transpose(0, 1)
         projected = self.proj(context, is_first_microbatch=is_first_microbatch)
         result = projected if self.return_bias else (projected,)
         if self.input_layernorm and self.return_layernorm_output:
@@ -330,11 +337,19 @@ class MultiheadAttention(torch.nn.Module):
         out = module(x, is_first_microbatch=first)
         return out if isinstance(out, tuple) else (out, None)
 
+    def _core_layout(self, mixed: Tensor, mask: Any) -> str:
+        """The layout that attention is given, for mixed [..., (heads + 2 groups) channels]: "bshd" for kernels that want the tokens of a
+        row together, which splitting does on its way."""
+        rotates_later = self.q_norm is not None and self.qk_norm_before_rope
+        if not isinstance(mask, PackedDocuments) or self.qkv_format != "sbhd" or not mixed.is_cuda or rotates_later:
+            return self.qkv_format
+        heads = mixed.unflatten(-1, (-1, self.hidden_size_per_attention_head))
+        several = mixed.shape[1] > 1 and backends.varlen_fits(heads, heads, heads)
+        return "bshd" if several and documents_backend(heads, heads, heads, mask) != "triton" else "sbhd"
+
     def _self_qkv(
-        self, x: Tensor, first: bool | None, freqs: tuple[Tensor | None, Tensor | None], cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        module = self.layernorm_qkv if self.input_layernorm else self.qkv
-        mixed, norm_out = self._project(module, x, first)  # [..., (heads + 2 groups) channels]
+        self, mixed: Tensor, freqs: tuple[Tensor | None, Tensor | None], cu_seqlens: Tensor | None, layout: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
         norm_first = self.q_norm is not None and self.qk_norm_before_rope
         q, k, v = split_qkv_rope(
             mixed,
@@ -345,11 +360,12 @@ class MultiheadAttention(torch.nn.Module):
             freqs=(None, None) if norm_first else freqs,
             interleaved=self.rotary_pos_interleaved,
             cu_seqlens=cu_seqlens,
+            batch_first=layout != self.qkv_format,
         )
         q, k = self._normalized(q, k)
         if norm_first:
             q, k = self._turned(q, freqs[0], cu_seqlens), self._turned(k, freqs[1], cu_seqlens)
-        return q, k, v, norm_out
+        return q, k, v
 
     def _cross_qkv(
         self,

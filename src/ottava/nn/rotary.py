@@ -95,7 +95,7 @@ def apply_rotary_pos_emb(
         >>> bool((apply_rotary_pos_emb(t, freqs)[0] == t[0]).all())  # position 0 does not turn
         True
     """
-    table = check_freqs(freqs, t.shape[-1])
+    table = check_freqs(freqs, t.shape[-1], t.dtype)
     where = token_positions(t.shape, table, tensor_format, start_positions, cu_seqlens, cp_size, cp_rank)
     flat = t.reshape(-1, *t.shape[-2:])  # [T, h, d]
     return rope.rope(flat, table, *where, interleaved, False).view(t.shape)
@@ -111,29 +111,37 @@ def split_qkv_rope(
     freqs: tuple[Tensor | None, Tensor | None] = (None, None),
     interleaved: bool = False,
     cu_seqlens: Tensor | None = None,
+    batch_first: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """qkv [..., (heads + 2 groups) d] -> q [..., heads, d], k and v [..., groups, d], contiguous; q, k turned by `freqs`.
 
+    batch_first: from [s, b, ...] to [b, s, ...] on the way, which costs nothing here and a copy later.
     The heads lie in qkv as [q | k | v], or, `by_group`, as [heads/groups of q, one of k, one of v] for each group.
     qkv itself is not kept for backward. heads = 0 splits a fused key-value projection; q is then empty.
     """
     dim = qkv.shape[-1] // (heads + 2 * groups)
-    tables = [None if f is None else check_freqs(f, dim) for f in freqs]
+    tables = [None if f is None else check_freqs(f, dim, qkv.dtype) for f in freqs]
+    if freqs[1] is freqs[0]:
+        tables[1] = tables[0]  # one object, so that the kernel sees that they are one
     where: tuple[Tensor | None, int, int] = (None, 1, 1)
     for table in tables:
         if table is not None:
             where = token_positions((*qkv.shape[:-1], 1, dim), table, tensor_format, None, cu_seqlens)
     flat = qkv.reshape(-1, qkv.shape[-1])
-    q, k, v = rope.split_qkv(flat, *tables, *where, heads, groups, by_group, interleaved)
-    lead = qkv.shape[:-1]
+    batch = qkv.shape[1] if batch_first else 1
+    q, k, v = rope.split_qkv(flat, *tables, *where, heads, groups, by_group, interleaved, batch)
+    lead = (qkv.shape[1], qkv.shape[0]) if batch_first else qkv.shape[:-1]
     return q.view(*lead, heads, dim), k.view(*lead, groups, dim), v.view(*lead, groups, dim)
 
 
 # ---------------------------------------------------------------------------------------------------------- positions
 
 
-def check_freqs(freqs: Tensor, dim: int) -> Tensor:
-    """The angle table as float32 [rows, rot]."""
+def check_freqs(freqs: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """The angle table as float32 [rows, rot]; on a GPU its cosines and sines [2, rows, rot], see `_shared_tables`.
+
+    dtype: of what turns. float64 has its cosines in float64, so it takes the angles.
+    """
     rot = freqs.shape[-1]
     if freqs.dim() not in (2, 4) or freqs.numel() != freqs.shape[0] * rot:
         raise ValueError(
@@ -142,7 +150,24 @@ def check_freqs(freqs: Tensor, dim: int) -> Tensor:
         )
     if rot > dim or rot % 2:
         raise ValueError(f"rotary angles for {rot} channels do not fit heads of {dim}: an even number, at most {dim}.")
+    shares = freqs.is_cuda and freqs.dtype is torch.float32 and dtype is not torch.float64
+    if shares and not torch.compiler.is_compiling():
+        return _shared_tables(freqs)
     return freqs.detach().reshape(freqs.shape[0], rot).float()
+
+
+def _shared_tables(freqs: Tensor) -> Tensor:
+    """Cosines and sines of `freqs`, made at its first use and kept with it, so that all layers that get it share them.
+
+    They live and die with the tensor object that the model hands to its layers, and are made again if it is written to: nothing can be
+    stale, and a captured graph that reads them reads memory of a tensor that it depends on anyway.
+    """
+    version = None if freqs.is_inference() else freqs._version
+    kept = getattr(freqs, "_ottava_tables", None)
+    if kept is None or kept[0] != version or version is None:
+        kept = (version, rope.tables(freqs.detach().reshape(freqs.shape[0], freqs.shape[-1])))
+        freqs._ottava_tables = kept  # type: ignore[attr-defined]
+    return kept[1]
 
 
 def token_positions(
@@ -165,9 +190,9 @@ def token_positions(
         return _thd_positions(shape[0], table, start_positions, cu_seqlens, cp_size, cp_rank), 1, 1
     seq_dim = 0 if tensor_format == "sbhd" else 1
     length, batch = shape[seq_dim], shape[1 - seq_dim]
-    if length * cp_size > table.shape[0]:
+    if length * cp_size > table.shape[-2]:
         raise ValueError(
-            f"rotary angles reach position {table.shape[0] - 1}, but the sequence has {length * cp_size} positions: "
+            f"rotary angles reach position {table.shape[-2] - 1}, but the sequence has {length * cp_size} positions: "
             "make them with a larger max_seq_len."
         )
     if start_positions is None and cp_size == 1:
@@ -212,8 +237,8 @@ def _check_reach(position: Tensor, table: Tensor) -> None:
     if position.device.type != "cpu" or torch.compiler.is_compiling() or position.numel() == 0:
         return
     last = int(position.max())
-    if last >= table.shape[0]:
+    if last >= table.shape[-2]:
         raise ValueError(
-            f"rotary angles reach position {table.shape[0] - 1}, but position {last} is used: "
+            f"rotary angles reach position {table.shape[-2] - 1}, but position {last} is used: "
             "make them with a larger max_seq_len."
         )

@@ -146,7 +146,14 @@ def _spread(model: nn.Module, plan: ParallelPlan, recipe: Recipe | None) -> None
 def _sorted_out(ranks: int, held: dict[str, int], peak: dict[str, int]) -> RankMemory:
     """peak: torch's names. It takes the FP8 copies, which are nobody's parameters, for activations."""
     gathered = sum(peak.get(kind, 0) for kind in ("Unsharded Param", "All Gather", "Unsharded Grad", "Reduce Scatter"))
-    kinds = ("Sharded Param", "Sharded Grad", "OptState", "Parameter", "Gradient", "Optstate")  # the latter three of one rank
+    kinds = (
+        "Sharded Param",
+        "Sharded Grad",
+        "OptState",
+        "Parameter",
+        "Gradient",
+        "Optstate",
+    )  # the latter three of one rank
     sharded = sum(peak.get(kind, 0) for kind in kinds)
     activations = max(peak["Total"] - sharded - gathered - held["copies"], 0)
     return RankMemory(ranks, **held, gathered=gathered, activations=activations, peak=peak["Total"])

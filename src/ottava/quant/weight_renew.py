@@ -155,9 +155,10 @@ def _set_tensor_scales(groups: dict[int, ScaleGroup], known: Known) -> None:
             torch_private.copy_all(newest, list(amax.split(1)))  # this step's entry, once a step
         else:
             scale = scale_from_amax(amax, scheme.element.max, scheme.epsilon, scheme.power_of_two)
-        inverse = torch.ones_like(scale) / scale
-        for group, one, inverted in zip(same, scale.split(1), inverse.split(1)):
-            group.scale, group.scale_inv = one, inverted
+        inverse = scale.new_empty(len(same), 4)  # cuBLAS reads a scale from an address that 16 divides
+        inverse[:, 0] = torch.ones_like(scale) / scale
+        for group, one, inverted in zip(same, scale.split(1), inverse):
+            group.scale, group.scale_inv = one, inverted[:1]
 
 
 def _block_factors(weights: Weights, known: Known) -> Known:
