@@ -35,9 +35,13 @@ LIMIT = 0.02
 
 def backends() -> dict[str, Callable[[], AbstractContextManager[Any]]]:
     """Contexts by name, in which `ottava.kernels.attention.attention` takes that backend. "ottava": its own choice."""
+    if not torch.cuda.is_available():
+        return {"ottava": nullcontext}  # there is one way on a CPU
     # "triton" is for packed documents only.
     names = [name for name in attention_backend.NAMES if name not in ("auto", "triton")]
-    chosen = {name: functools.partial(attention_backend.attention_backend, name) for name in names}
+    chosen: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+        name: functools.partial(attention_backend.attention_backend, name) for name in names
+    }
     return {"ottava": nullcontext, **chosen}
 
 
