@@ -1,34 +1,211 @@
-"""Time that Python spends on one step of the benchmark's layers, the GPU's work being negligible.
+"""Time that Python spends on one step of the modules, the GPU's work being negligible.
 
-`python benchmarks/host_overhead.py [--profile]` on a GPU. A step of four Llama-3-8B layers keeps an H200 busy for about 52 ms; the
-host must stay below that, in forward and in backward, or the GPU waits.
+`python benchmarks/host_overhead.py [--profile RECIPE]` on a GPU: four small layers, milliseconds of forward and backward. A step of
+four Llama-3-8B layers keeps an H200 busy for about 52 ms; the host must stay well below that, or the GPU waits.
+
+`python benchmarks/host_overhead.py --suppress-launches [--profile RECIPE] [--json FILE]` where there is no GPU, but Triton can be
+imported: the Python of the CUDA path runs on small CPU tensors, and neither kernels nor cuBLASLt are called. Prints, for each module
+and recipe, Python calls (with calls of builtins after the plus sign) and microseconds of a forward and of a backward.
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
+import json
 import pstats
 import statistics
+import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 import ottava
+from ottava import torch_private
 from ottava.bench.layer import RECIPES, Layers, Shape
+from ottava.kernels import registry
+
+HIDDEN, FFN, TOKENS = (
+    128,
+    256,
+    128,
+)  # small: what torch itself computes on a CPU (allocations, attention) must not count
 
 
-def main() -> None:
-    """Prints milliseconds a step, forward and backward apart."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--profile", metavar="RECIPE", choices=list(RECIPES), default=None)
-    options = parser.parse_args()
+# ---------------------------------------------------------------------------------------------------- launches suppressed
+
+
+class _Run:
+    """`CompiledKernel.run` of Triton 3.6: Python that asks twice for scratch memory, around a builtin that takes any arguments."""
+
+    global_scratch_size = profile_scratch_size = 0
+    launch_cooperative_grid = launch_pdl = False
+    launch = staticmethod("".format)
+
+    def __call__(self, *args: Any) -> None:
+        def scratch() -> None:
+            return None
+
+        scratch(), scratch()
+        self.launch(*args)
+
+
+class _Compiled:
+    """Stands in for a kernel that Triton has compiled: as much Python as Triton 3.6 runs for a launch, and no launch."""
+
+    function = packed_metadata = None
+    run = _Run()
+
+    def launch_metadata(self, grid: Any, stream: Any, *args: Any) -> dict[str, Any]:
+        """What hooks are told."""
+        return {"stream": stream}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable:
+        def runner(*args: Any) -> None:
+            _current_device(), _current_device()
+            metadata = self.launch_metadata(grid, 0, *args)
+            self.run(*grid, 0, None, metadata, *args)
+            from triton import knobs
+
+            knobs.runtime.launch_enter_hook(metadata)  # the function in C calls the hooks
+            knobs.runtime.launch_exit_hook(metadata)
+
+        return runner
+
+
+def _current_device() -> int:
+    return 0
+
+
+class _Zero:
+    """`current_device()` and `current_stream(device)` as calls of builtins, as the real ones are."""
+
+    device = staticmethod([].__len__)
+    stream = staticmethod([].count)
+
+
+def _scaled_mm(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[1], dtype=rest[7])
+
+
+def suppress_launches() -> None:
+    """From now on ops run their CUDA versions on CPU tensors, up to the launch. Numbers are garbage, shapes are right."""
+    from triton.runtime.jit import JITFunction
+
+    JITFunction.__getitem__ = lambda self, grid: lambda *args, **options: _Compiled()
+    torch._scaled_mm_v2 = _scaled_mm
+    torch.cuda.current_device = _current_device
+    torch_private.current_device, torch_private.current_stream = _Zero.device, _Zero.stream
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    library = torch.library.Library(registry.NAMESPACE, "IMPL")
+    for name, function in registry.CUDA_VERSIONS.items():
+        library.impl(name, function, "CPU")
+    _KEPT.append(library)
+
+
+_KEPT: list[Any] = []
+
+
+def _modules() -> dict[str, nn.Module]:
+    options: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": "cpu"}
+    layer = ottava.TransformerLayer(
+        HIDDEN, FFN, 2, num_gqa_groups=1, hidden_dropout=0.0, attention_dropout=0.0, normalization="RMSNorm",
+        activation="swiglu", bias=False, self_attn_mask_type="causal", **options,
+    )  # fmt: skip
+    return {
+        "Linear": ottava.Linear(HIDDEN, FFN, **options),
+        "LayerNormLinear": ottava.LayerNormLinear(HIDDEN, FFN, normalization="RMSNorm", **options),
+        "LayerNormMLP": ottava.LayerNormMLP(
+            HIDDEN, FFN, normalization="RMSNorm", activation="swiglu", bias=False, **options
+        ),
+        "TransformerLayer": layer,
+    }
+
+
+class _Count:
+    """Calls of Python functions and of builtins, in one thread."""
+
+    def __init__(self) -> None:
+        self.python = self.builtin = 0
+
+    def __call__(self, frame: Any, event: str, arg: Any) -> None:
+        if event == "call":
+            self.python += 1
+        elif event == "c_call":
+            self.builtin += 1
+
+    def of(self, function: Callable, argument: Tensor) -> tuple[Any, tuple[int, int]]:
+        """(what `function(argument)` returns, its calls)."""
+        self.python = self.builtin = 0
+        sys.setprofile(self)
+        try:
+            result = function(argument)
+        finally:
+            sys.setprofile(None)
+        return result, (self.python, self.builtin - 1)  # not the second sys.setprofile
+
+
+def _measure(module: nn.Module, chosen: Any) -> dict[str, Any]:
+    """Calls and fewest microseconds of the module itself, inside of an `autocast` that stands already."""
+    x = torch.randn(TOKENS, 1, HIDDEN, dtype=torch.bfloat16).requires_grad_()
+    count, times = _Count(), {"forward": [], "backward": []}
+    calls: dict[str, tuple[int, int]] = {}
+    for i in range(120):
+        with ottava.autocast(enabled=chosen is not None, recipe=chosen):
+            start = time.perf_counter()
+            y = module(x)
+            times["forward"].append(time.perf_counter() - start)
+        dy = torch.ones_like(y)
+        start = time.perf_counter()
+        y.backward(dy)
+        times["backward"].append(time.perf_counter() - start)
+        if i == 10:
+            with ottava.autocast(enabled=chosen is not None, recipe=chosen):
+                y, calls["forward"] = count.of(module, x)
+            _, calls["backward"] = count.of(y.backward, dy)
+    return {
+        way: {"python": calls[way][0], "builtin": calls[way][1], "us": round(min(taken[20:]) * 1e6, 1)}
+        for way, taken in times.items()
+    }
+
+
+def _host_alone(profile: str | None, file: str | None) -> None:
+    suppress_launches()
+    found: dict[str, Any] = {}
+    for name, module in _modules().items():
+        for chosen_name, chosen in RECIPES.items():
+            made = found.setdefault(name, {})[chosen_name] = _measure(module, chosen)
+            shown = ", ".join(f"{way} {n['python']}+{n['builtin']} calls {n['us']} us" for way, n in made.items())
+            print(f"{name:17s} {chosen_name:21s} {shown}")
+            if chosen_name == profile:
+                _profiled(lambda module=module, chosen=chosen: _measure(module, chosen))
+    if file is not None:
+        Path(file).write_text(json.dumps(found, indent=1) + "\n")
+
+
+# ---------------------------------------------------------------------------------------------------------------- on a GPU
+
+
+def _profiled(function: Callable[[], Any]) -> None:
+    profiler = cProfile.Profile()
+    profiler.enable()
+    with torch.autograd.set_multithreading_enabled(False):
+        function()
+    profiler.disable()
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(32)
+
+
+def _on_gpu(profile: str | None) -> None:
     shape = Shape(hidden=512, ffn=1024, heads=4, kv_heads=2, sequence=128)
     model = Layers(shape, "cuda")
     x = torch.randn(shape.sequence, 1, shape.hidden, device="cuda", dtype=torch.bfloat16).requires_grad_()
     dy = torch.randn_like(x)
 
-    def forward(chosen):
+    def forward(chosen: Any) -> Tensor:
         with ottava.autocast(enabled=chosen is not None, recipe=chosen):
             return model(x)
 
@@ -45,15 +222,22 @@ def main() -> None:
                 times["forward"].append((middle - start) * 1e3)
                 times["backward"].append((end - middle) * 1e3)
         print(name, {k: round(statistics.median(v), 2) for k, v in times.items()})
-    if options.profile:
-        chosen = RECIPES[options.profile]
-        profiler = cProfile.Profile()
-        profiler.enable()
-        with torch.autograd.set_multithreading_enabled(False):
-            for _ in range(20):
-                forward(chosen).backward(dy)
-        profiler.disable()
-        pstats.Stats(profiler).sort_stats("tottime").print_stats(32)
+    if profile is not None:
+        chosen = RECIPES[profile]
+        _profiled(lambda: [forward(chosen).backward(dy) for _ in range(20)])
+
+
+def main() -> None:
+    """Prints milliseconds a step on a GPU, or calls and microseconds a module without one."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--profile", metavar="RECIPE", choices=list(RECIPES), default=None)
+    parser.add_argument("--suppress-launches", action="store_true", help="the host alone; needs no GPU")
+    parser.add_argument("--json", metavar="FILE", default=None, help="of --suppress-launches")
+    options = parser.parse_args()
+    if options.suppress_launches:
+        _host_alone(options.profile, options.json)
+    else:
+        _on_gpu(options.profile)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import triton.testing
 
 import ottava  # noqa: F401
 from ottava.kernels import activation, tile
-from ottava.quant.scheme import Scheme
 
 
 def milliseconds(function) -> float:
@@ -64,15 +63,16 @@ def main() -> None:
         producers(options.rows),
         (("tensor", "e4m3:tensor:f32"), ("block1d", "e4m3:1x128:pow2"), ("block2d", "e4m3:128x128:pow2")),
     ):
-        parsed = Scheme.parse(scheme)
         given = scale if kind == "tensor" else None
         chosen = tile._TILES[kind]
         for candidate in tiles[kind] if options.tune else [chosen]:
             tile._TILES[kind] = candidate
-            ms = milliseconds(lambda: tile.quantize(make(), parsed, given, None, True, True))  # noqa: B023
+            tile.forget_plans()
+            ms = milliseconds(lambda: tile.quantize(make(), scheme, given, None, True, True))  # noqa: B023
             rate = elements * (read + 2.0) / ms / 1e6
             print(f"{name:8} {scheme:18} tile {candidate} {ms:.3f} ms {rate:5.0f} GB/s {rate / copy:.2f} of copy")
         tile._TILES[kind] = chosen
+        tile.forget_plans()
     for name, make, elements, read in producers(options.rows):
         ms = milliseconds(lambda: tile.amax(make()))  # noqa: B023
         print(f"{name:8} amax {ms:.3f} ms {elements * read / ms / 1e6:5.0f} GB/s")

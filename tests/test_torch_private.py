@@ -40,6 +40,54 @@ def test_inside_backward() -> None:
     assert seen == [True] and not torch_private.inside_backward()
 
 
+class _Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:  # type: ignore[override]
+        return dy * ctx.factor, None
+
+
+def test_bare_apply_is_apply() -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = torch_private.bare_apply(_Double)(x, 3.0)
+    y.sum().backward()
+    assert y.tolist() == x.grad.tolist() == [3.0, 3.0] and type(y.grad_fn).__name__ == "_DoubleBackward"
+
+
+def test_transforms_active() -> None:
+    assert not torch_private.transforms_active()
+    seen = []
+    torch.func.vmap(lambda x: seen.append(torch_private.transforms_active()) or x)(torch.ones(2))
+    assert seen == [True]
+
+
+def test_current_device_and_stream_answer_where_there_is_no_gpu() -> None:
+    if not torch.cuda.is_available():
+        assert torch_private.current_device() == torch_private.current_stream(0) == -1
+    else:
+        torch.cuda.init()
+        assert torch_private.current_device() == torch.cuda.current_device()
+        assert torch_private.current_stream(0) == torch.cuda.current_stream(0).cuda_stream
+
+
+def test_scaled_mm_is_that_of_functional() -> None:
+    from torch.nn.functional import ScalingType
+    from torch.nn.functional import scaled_mm as public
+
+    a, b = (torch.randn(16, 16).to(torch.float8_e4m3fn) for _ in range(2))
+    scale, kind = torch.ones(1), ScalingType.TensorWise
+    device = "cuda" if torch.cuda.is_available() else "meta"
+    a, b, scale = a.to(device), b.to(device), scale.to(device)
+    want = public(a, b.t(), scale, kind, scale, kind, output_dtype=torch.bfloat16, use_fast_accum=True)
+    got = torch_private.scaled_mm(a, b.t(), scale, kind.value, scale, kind.value, None, torch.bfloat16, True)
+    assert got.shape == want.shape and got.dtype == want.dtype
+    assert device == "meta" or torch.equal(got, want)
+
+
 def test_backward_id_is_that_of_the_pass() -> None:
     seen: list[int] = []
     x = torch.ones(2, requires_grad=True)
@@ -316,6 +364,11 @@ def test_every_function_is_tested_here() -> None:
         if value.__module__ == torch_private.__name__
     }
     tested = {
+        "bare_apply",
+        "scaled_mm",
+        "_no_gpu",
+        "current_device",
+        "current_stream",
         "fake_mode",
         "fake_store",
         "peak_memory",
@@ -341,4 +394,5 @@ def test_every_function_is_tested_here() -> None:
         "fsdp1_stretches",
         "root_mesh",
     }
+    functions |= {"current_device", "current_stream"}  # builtins where torch was built with CUDA
     assert functions == tested, "add a test for what is new"

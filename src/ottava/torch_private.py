@@ -19,6 +19,30 @@ def inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def _no_gpu(device: int = -1) -> int:
+    return -1
+
+
+# What `torch.cuda.current_device()` and `torch.cuda.current_stream(device).cuda_stream` find out, without their Python.
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", _no_gpu)
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _no_gpu)
+
+
+def scaled_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    a_type: int,
+    b_scale: torch.Tensor,
+    b_type: int,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    fast: bool,
+) -> torch.Tensor:
+    """`torch.nn.functional.scaled_mm` with one scale an operand, and without the Python around it. Types: values of `ScalingType`."""
+    return torch._scaled_mm_v2(a, b, [a_scale], [a_type], [], [b_scale], [b_type], [], bias, dtype, (), fast)  # type: ignore[attr-defined]
+
+
 # The `__torch_function__` of a tensor subclass whose ops all go to `__torch_dispatch__`.
 DISABLED_TORCH_FUNCTION = torch._C._disabled_torch_function_impl
 
@@ -36,6 +60,16 @@ def root_mesh(mesh: Any) -> Any:
 def in_reentrant_checkpoint() -> bool:
     """Whether torch's reentrant checkpoint runs its function again now; its first run was under `no_grad`."""
     return type(torch._C._current_autograd_node()).__name__ == "CheckpointFunctionBackward"
+
+
+def bare_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` without the Python that looks at every argument first: for where neither a compiler traces nor a transform of
+    `torch.func` is active."""
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+
+# Whether a transform of `torch.func` (vmap, grad, ...) is active.
+transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def backward_id() -> int:

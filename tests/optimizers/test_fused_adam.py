@@ -26,10 +26,11 @@ def test_float32_is_torchs_adam_over_20_steps(device: str, adam_w_mode: bool, we
     options = {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": weight_decay}
     ours = train(lambda p: FusedAdam(p, adam_w_mode=adam_w_mode, **options), device=device)
     reference = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
-    # On a GPU torch itself differs between its fused and its plain form by more than we may.
-    fused = {"fused": True} if device == "cuda" else {"foreach": False}
-    theirs = train(lambda p: reference(p, **options, **fused), device=device)
-    assert max(ulps(a, b) for a, b in zip(ours, theirs, strict=True)) <= 2
+    # torch itself differs between its forms on a GPU by more than we may: our kernel does what the plain one does on a CPU.
+    theirs = train(lambda p: reference(p, **options, foreach=False), device="cpu")
+    if device == "cpu":
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert max(ulps(a.cpu(), b) for a, b in zip(ours, theirs, strict=True)) <= 2
 
 
 def test_positional_arguments_are_in_the_order_of_torch_and_transformer_engine() -> None:

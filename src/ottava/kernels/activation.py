@@ -16,7 +16,7 @@ from torch import Tensor
 from ottava.kernels.cast import BufferTensors, fake_buffers, reference_buffers
 from ottava.kernels.elementary import sigmoid, tanh
 from ottava.kernels.fixed_order import sum_rows
-from ottava.kernels.registry import define
+from ottava.kernels.registry import define, without_gradients
 from ottava.quant.scaling import amax_of
 from ottava.quant.scheme import Scheme
 
@@ -135,12 +135,12 @@ def _forward_fake(h: Tensor, name: str) -> Tensor:
 
 
 def _forward_cuda(h: Tensor, name: str) -> Tensor:
-    from ottava.kernels import tile
+    import ottava.kernels.tile as tile
 
     return tile.store(tile.Activation(h, get(name)), h.dtype)
 
 
-forward = define("activation", _forward, _forward_fake, _forward_cuda)
+forward = define("activation", _forward, _forward_fake, _forward_cuda, cuda_launches=True)
 
 
 def _amax(h: Tensor, name: str) -> Tensor:
@@ -149,12 +149,14 @@ def _amax(h: Tensor, name: str) -> Tensor:
 
 
 def _amax_cuda(h: Tensor, name: str) -> Tensor:
-    from ottava.kernels import tile
+    import ottava.kernels.tile as tile
 
     return tile.amax(tile.Activation(h, get(name)))
 
 
-amax = define("activation_amax", _amax, lambda h, name: h.new_empty(1, dtype=torch.float32), _amax_cuda)
+amax = define(
+    "activation_amax", _amax, lambda h, name: h.new_empty(1, dtype=torch.float32), _amax_cuda, cuda_launches=True
+)
 
 
 def _quantize(
@@ -178,15 +180,14 @@ def _quantize_fake(
 def _quantize_cuda(
     h: Tensor, name: str, scheme: str, scale: Tensor | None, amax: Tensor | None, rowwise: bool, columnwise: bool
 ) -> BufferTensors:
-    from ottava.kernels import tile
+    import ottava.kernels.tile as tile
 
-    parsed, producer = Scheme.parse(scheme), tile.Activation(h, get(name))
-    if not tile.supports(producer, parsed):
-        return _quantize(h, name, scheme, scale, amax, rowwise, columnwise)
-    return tile.quantize(producer, parsed, scale, amax, rowwise, columnwise)
+    made = tile.quantize(tile.Activation(h, get(name)), scheme, scale, amax, rowwise, columnwise)
+    return _QUANTIZE(h, name, scheme, scale, amax, rowwise, columnwise) if made is None else made
 
 
-quantize = define("activation_quantize", _quantize, _quantize_fake, _quantize_cuda)
+_QUANTIZE = without_gradients(_quantize)
+quantize = define("activation_quantize", _quantize, _quantize_fake, _quantize_cuda, cuda_launches=True)
 
 
 # -------------------------------------------------------------------------------------------------------------- backward
@@ -197,12 +198,14 @@ def _backward(dy: Tensor, h: Tensor, name: str) -> Tensor:
 
 
 def _backward_cuda(dy: Tensor, h: Tensor, name: str) -> Tensor:
-    from ottava.kernels import tile
+    import ottava.kernels.tile as tile
 
     return tile.store(tile.ActivationBackward(dy, h, get(name)), h.dtype)
 
 
-backward = define("activation_backward", _backward, lambda dy, h, name: torch.empty_like(h), _backward_cuda)
+backward = define(
+    "activation_backward", _backward, lambda dy, h, name: torch.empty_like(h), _backward_cuda, cuda_launches=True
+)
 
 
 # `Buffers` and the column sum, as an op's schema can say it.
@@ -254,16 +257,20 @@ def _backward_quantize_cuda(
     columnwise: bool,
     column_sum: bool,
 ) -> BuffersAndSum:
-    from ottava.kernels import tile
+    import ottava.kernels.tile as tile
 
-    parsed, producer = Scheme.parse(scheme), tile.ActivationBackward(dy, h, get(name))
-    if not tile.supports(producer, parsed):
-        return _backward_quantize(dy, h, name, scheme, scale, amax, rowwise, columnwise, column_sum)
-    sums = h.new_empty(h.shape[1] if column_sum else 0, dtype=torch.float32)
-    buffers = tile.quantize(producer, parsed, scale, amax, rowwise, columnwise, sums)
-    return *buffers, sums.to(h.dtype)
+    sums = h.new_empty(h.shape[1], dtype=torch.float32) if column_sum else None
+    made = tile.quantize(tile.ActivationBackward(dy, h, get(name)), scheme, scale, amax, rowwise, columnwise, sums)
+    if made is None:
+        return _BACKWARD_QUANTIZE(dy, h, name, scheme, scale, amax, rowwise, columnwise, column_sum)
+    return *made, h.new_empty(0) if sums is None else sums.to(h.dtype)
 
 
+_BACKWARD_QUANTIZE = without_gradients(_backward_quantize)
 backward_quantize = define(
-    "activation_backward_quantize", _backward_quantize, _backward_quantize_fake, _backward_quantize_cuda
+    "activation_backward_quantize",
+    _backward_quantize,
+    _backward_quantize_fake,
+    _backward_quantize_cuda,
+    cuda_launches=True,
 )

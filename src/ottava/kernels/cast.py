@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ottava.kernels.fixed_order import matmul, sum_rows
-from ottava.kernels.registry import define
+from ottava.kernels.registry import define, without_gradients
 from ottava.quant.formats import E2M1_VALUES, NAN_BYTE, Element, e8m0_to_float
 from ottava.quant.scaling import amax_of, e8m0_from_amax, scale_from_amax
 from ottava.quant.scheme import Scheme
@@ -296,15 +296,14 @@ def _quantize_fake(
 def _quantize_cuda(
     x: Tensor, scheme: str, scale: Tensor | None, amax: Tensor | None, rowwise: bool, columnwise: bool
 ) -> BufferTensors:
-    from ottava.kernels import tile
+    import ottava.kernels.tile as tile
 
-    parsed, producer = Scheme.parse(scheme), tile.Identity(x)
-    if not tile.supports(producer, parsed):
-        return _quantize(x, scheme, scale, amax, rowwise, columnwise)
-    return tile.quantize(producer, parsed, scale, amax, rowwise, columnwise)
+    made = tile.quantize(tile.Identity(x), scheme, scale, amax, rowwise, columnwise)
+    return _QUANTIZE(x, scheme, scale, amax, rowwise, columnwise) if made is None else made
 
 
-quantize = define("quantize", _quantize, _quantize_fake, _quantize_cuda)
+_QUANTIZE = without_gradients(_quantize)
+quantize = define("quantize", _quantize, _quantize_fake, _quantize_cuda, cuda_launches=True)
 
 
 def _amax(x: Tensor) -> Tensor:
@@ -312,12 +311,12 @@ def _amax(x: Tensor) -> Tensor:
 
 
 def _amax_cuda(x: Tensor) -> Tensor:
-    from ottava.kernels import tile
+    import ottava.kernels.tile as tile
 
     return tile.amax(tile.Identity(x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)))
 
 
-amax = define("amax", _amax, lambda x: x.new_empty(1, dtype=torch.float32), _amax_cuda)
+amax = define("amax", _amax, lambda x: x.new_empty(1, dtype=torch.float32), _amax_cuda, cuda_launches=True)
 
 
 def operand_amax(x: Tensor, scheme: Scheme) -> Tensor:

@@ -18,7 +18,22 @@ def _record(history: Tensor, amax: Tensor, column: int, owner: int) -> None:
         schedule_backward_update(owner)
 
 
-record_amax = define("record_amax_", _record, lambda history, amax, column, owner: None, mutates=("history",))
+def _record_cuda(history: Tensor, amax: Tensor, column: int, owner: int) -> None:
+    import ottava.kernels.delayed_triton as delayed_triton
+
+    delayed_triton.record(history, amax, column)
+    if owner:
+        schedule_backward_update(owner)
+
+
+record_amax = define(
+    "record_amax_",
+    _record,
+    lambda history, amax, column, owner: None,
+    _record_cuda,
+    mutates=("history",),
+    cuda_launches=True,
+)
 
 
 def _update(
@@ -35,7 +50,7 @@ def _update(
 def _update_cuda(
     history: Tensor, scale: Tensor, previous: Tensor | None, window: int, fp8_max: float, margin: int, most_recent: bool
 ) -> None:
-    from ottava.kernels import delayed_triton
+    import ottava.kernels.delayed_triton as delayed_triton
 
     delayed_triton.update(history, scale, previous, window, fp8_max / 2**margin, most_recent)
 

@@ -1,12 +1,38 @@
-"""Triton kernel of `delayed.py`: one launch updates all columns of a module's history and scales."""
+"""Triton kernels of `delayed.py`: one launch records an amax, one updates all columns of a module's history and scales."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ottava.kernels.launch import Launcher
+from ottava.kernels.launch import Launch, Launcher
+
+
+@triton.jit
+def _record_kernel(history_ptr, amax_ptr, column):
+    """history[0, column] = the larger of itself and amax, NaN if one of them is, as `torch.maximum`."""
+    before, amax = tl.load(history_ptr + column), tl.load(amax_ptr)
+    tl.store(history_ptr + column, tl.where((amax != amax) | (amax > before), amax, before))
+
+
+_RECORD = Launcher(_record_kernel)
+_RECORDS: dict[int, Launch] = {}
+"""By column."""
+
+
+def record(history: Tensor, amax: Tensor, column: int) -> None:
+    """history [L, n] and amax [1], both float32; in place."""
+    if not (history.dtype is amax.dtype is torch.float32 and history.stride(1) == 1 and amax.numel() == 1):
+        raise ValueError(
+            f"record_amax_ takes a float32 history with contiguous rows and one float32 amax, got {history.dtype} with strides "
+            f"{history.stride()} and {amax.dtype} of shape {tuple(amax.shape)}."
+        )
+    launch = _RECORDS.get(column)
+    if launch is None:
+        launch = _RECORDS[column] = _RECORD.prepare((1,), 1, {"column": column}, ("history_ptr", "amax_ptr"))
+    launch(history, amax)
 
 
 @triton.jit
@@ -35,6 +61,8 @@ def _update_kernel(
 
 
 _UPDATE = Launcher(_update_kernel)
+_UPDATES: dict[tuple, Launch] = {}
+"""By all but the addresses."""
 
 
 def update(
@@ -42,12 +70,16 @@ def update(
 ) -> None:
     """history [L, n] and scale [n], in place; previous [n] receives the scale of before."""
     n = history.shape[1]
-    block = triton.next_power_of_2(window)
-    _UPDATE(
-        (n,),
-        4,
-        {
-            "history_ptr": history, "scale_ptr": scale, "previous_ptr": previous, "N": n, "WINDOW": window,
-            "LIMIT": limit, "MOST_RECENT": most_recent, "KEEP": previous is not None, "BLOCK": block,
-        },
-    )  # fmt: skip
+    key = (n, window, limit, most_recent, previous is None)
+    launch = _UPDATES.get(key)
+    if launch is None:
+        arguments = {
+            "previous_ptr": None, "N": n, "WINDOW": window, "LIMIT": limit, "MOST_RECENT": most_recent,
+            "KEEP": previous is not None, "BLOCK": triton.next_power_of_2(window),
+        }  # fmt: skip
+        pointers = ("history_ptr", "scale_ptr") if previous is None else ("history_ptr", "scale_ptr", "previous_ptr")
+        launch = _UPDATES[key] = _UPDATE.prepare((n,), 4, arguments, pointers)
+    if previous is None:
+        launch(history, scale)
+    else:
+        launch(history, scale, previous)

@@ -7,13 +7,14 @@ the order of the float32 sum differs from the hardware's.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.nn.functional import ScalingType, pad
 
+from ottava import torch_private
 from ottava.kernels.cast import expand_scale, nvfp4_tensor_scale, unpack
 from ottava.kernels.fixed_order import matmul
 from ottava.kernels.registry import define, has_triton
@@ -230,22 +231,41 @@ def _scaled_mm_cuda(
     split_accumulator: bool,
     parts: int = 1,
 ) -> Tensor:
-    sa, sb = Scheme.parse(a_scheme), Scheme.parse(b_scheme)
-    m, n, k = a.shape[0], b.shape[0], a.shape[1]
-    same = (a, a_scale, a_amax, b, b_scale, b_amax, a_scheme, b_scheme, bias, out_dtype, split_accumulator, parts)
-    if m == 0 or n == 0 or k == 0:
-        return _scaled_mm(*same)
-    why = emulated_because(sa, sb, torch.cuda.get_device_capability(a.device))
-    if why is None and sa.kind == "block" and (m % 8 or n % 8 or k % 128):
-        why = "cuBLASLt wants rows of both operands in multiples of 8, and a contraction in multiples of 128"
-    if why is None and sa.kind == "block" and _finer(b, b_scale, sb):
-        why = "a border between tensor-parallel ranks runs through blocks of 128"
-    if why is not None:
-        _warn_of_emulation(sa, a.device, why)
-        return _scaled_mm(*same)
-    if sa.kind == "tensor":
-        return _cublas_tensorwise(a, a_scale, b, b_scale, sa, sb, bias, out_dtype, split_accumulator)
+    (m, k), n = a.shape, b.shape[0]
+    pair = _pair_on(a_scheme, b_scheme, a.device)
+    sa, sb, why = pair.a, pair.b, pair.emulated_because
+    if why is None and not pair.tensorwise:
+        if m % 8 or n % 8 or k % 128:
+            why = "cuBLASLt wants rows of both operands in multiples of 8, and a contraction in multiples of 128"
+        elif _finer(b, b_scale, sb):
+            why = "a border between tensor-parallel ranks runs through blocks of 128"
+    if m == 0 or n == 0 or k == 0 or why is not None:
+        if why is not None and m and n and k:
+            _warn_of_emulation(sa, a.device, why)
+        return _scaled_mm(
+            a, a_scale, a_amax, b, b_scale, b_amax, a_scheme, b_scheme, bias, out_dtype, split_accumulator, parts
+        )
+    if pair.tensorwise:
+        return _cublas_tensorwise(a, a_scale, b, b_scale, pair, bias, out_dtype, split_accumulator)
     return _cublas_blockwise(a, a_scale, b, b_scale, sa, sb, bias, out_dtype)
+
+
+class _Pair(NamedTuple):
+    """The schemes of a product's operands, and what follows from them on one device."""
+
+    a: Scheme
+    b: Scheme
+    a_dtype: torch.dtype
+    b_dtype: torch.dtype
+    tensorwise: bool
+    emulated_because: str | None
+
+
+@functools.lru_cache(maxsize=256)
+def _pair_on(a_scheme: str, b_scheme: str, device: torch.device) -> _Pair:
+    a, b = Scheme.parse(a_scheme), Scheme.parse(b_scheme)
+    why = emulated_because(a, b, torch.cuda.get_device_capability(device))
+    return _Pair(a, b, a.element.dtype or torch.uint8, b.element.dtype or torch.uint8, a.kind == "tensor", why)
 
 
 def _cublas_tensorwise(
@@ -253,33 +273,28 @@ def _cublas_tensorwise(
     a_scale: Tensor,
     b: Tensor,
     b_scale: Tensor,
-    sa: Scheme,
-    sb: Scheme,
+    pair: _Pair,
     bias: Tensor | None,
     out_dtype: torch.dtype,
     split: bool,
 ) -> Tensor:
     n = b.shape[0]
-    a8, b8 = align(a), align(b)
+    if a.shape[1] % ALIGNMENT:
+        a, b = align(a), align(b)
     if n % ALIGNMENT:
-        b8 = pad(b8, (0, 0, 0, -n % ALIGNMENT))
+        b = pad(b, (0, 0, 0, -n % ALIGNMENT))
     fusable = bias is None or (out_dtype == bias.dtype and out_dtype != torch.float32 and n % ALIGNMENT == 0)
-    out = functional.scaled_mm(
-        typed(a8, sa),
-        typed(b8, sb).t(),
-        a_scale,
-        ScalingType.TensorWise,
-        b_scale,
-        ScalingType.TensorWise,
-        bias=bias if fusable else None,
-        output_dtype=out_dtype,
-        use_fast_accum=not split,
-    )
+    out = torch_private.scaled_mm(
+        a.view(pair.a_dtype), b.view(pair.b_dtype).t(), a_scale, _TENSORWISE, b_scale, _TENSORWISE, bias if fusable else None,
+        out_dtype, not split,
+    )  # fmt: skip
     out = out[:, :n] if n % ALIGNMENT else out
     return out if fusable or bias is None else (out.float() + bias.float()).to(out_dtype)
 
 
-_BLOCK_TYPES = {(1, 128): ScalingType.BlockWise1x128, (128, 128): ScalingType.BlockWise128x128}
+# As numbers: reading the value of an enum's member is a call.
+_TENSORWISE = ScalingType.TensorWise.value
+_BLOCK_TYPES = {(1, 128): ScalingType.BlockWise1x128.value, (128, 128): ScalingType.BlockWise128x128.value}
 
 
 def _cublas_blockwise(
@@ -293,14 +308,16 @@ def _cublas_blockwise(
     out_dtype: torch.dtype,
 ) -> Tensor:
     assert sa.block is not None and sb.block is not None
-    out = functional.scaled_mm(
+    out = torch_private.scaled_mm(
         typed(a, sa),
         typed(b, sb).t(),
         _cublas_scale(a_scale, sa),
         _BLOCK_TYPES[sa.block],
         _cublas_scale(b_scale, sb),
         _BLOCK_TYPES[sb.block],
-        output_dtype=out_dtype if bias is None else torch.float32,  # the bias is added before the one rounding
+        None,
+        out_dtype if bias is None else torch.float32,  # the bias is added before the one rounding
+        False,
     )
     return out if bias is None else (out + bias.float()).to(out_dtype)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ottava.kernels.cast import BufferTensors, fake_buffers, reference_buffers
 from ottava.kernels.fixed_order import sum_rows
-from ottava.kernels.registry import define
+from ottava.kernels.registry import define, without_gradients
 from ottava.quant.scaling import amax_of
 from ottava.quant.scheme import Scheme
 
@@ -57,12 +57,13 @@ def _stats_fake(
 def _stats_cuda(
     x: Tensor, gamma: Tensor, beta: Tensor | None, kind: str, eps: float, zero_centered: bool, amax: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from ottava.kernels import norm_triton
+    import ottava.kernels.norm_triton as norm_triton
 
     return norm_triton.stats(x, gamma, beta, kind, eps, zero_centered, amax)
 
 
-stats = define("norm_stats", _stats, _stats_fake, _stats_cuda)
+STATS = without_gradients(_stats)
+stats = define("norm_stats", _stats, _stats_fake, _stats_cuda, cuda_launches=True)
 
 
 # ----------------------------------------------------------------------------------------------------------------- apply
@@ -83,12 +84,12 @@ def _apply_fake(
 def _apply_cuda(
     x: Tensor, gamma: Tensor, beta: Tensor | None, mean: Tensor, rstd: Tensor, zero_centered: bool, dtype: torch.dtype
 ) -> Tensor:
-    from ottava.kernels import tile
+    import ottava.kernels.tile as tile
 
     return tile.store(tile.Norm(x, gamma, beta, mean, rstd, zero_centered), dtype)
 
 
-apply = define("norm_apply", _apply, _apply_fake, _apply_cuda)
+apply = define("norm_apply", _apply, _apply_fake, _apply_cuda, cuda_launches=True)
 
 
 def _quantize(
@@ -140,15 +141,17 @@ def _quantize_cuda(
     rowwise: bool,
     columnwise: bool,
 ) -> BufferTensors:
-    from ottava.kernels import tile
+    import ottava.kernels.tile as tile
 
-    parsed, producer = Scheme.parse(scheme), tile.Norm(x, gamma, beta, mean, rstd, zero_centered)
-    if not tile.supports(producer, parsed):
-        return _quantize(x, gamma, beta, mean, rstd, zero_centered, scheme, scale, amax, rowwise, columnwise)
-    return tile.quantize(producer, parsed, scale, amax, rowwise, columnwise)
+    producer = tile.Norm(x, gamma, beta, mean, rstd, zero_centered)
+    made = tile.quantize(producer, scheme, scale, amax, rowwise, columnwise)
+    if made is None:
+        return _QUANTIZE(x, gamma, beta, mean, rstd, zero_centered, scheme, scale, amax, rowwise, columnwise)
+    return made
 
 
-quantize = define("norm_quantize", _quantize, _quantize_fake, _quantize_cuda)
+_QUANTIZE = without_gradients(_quantize)
+quantize = define("norm_quantize", _quantize, _quantize_fake, _quantize_cuda, cuda_launches=True)
 
 
 # -------------------------------------------------------------------------------------------------------------- backward
@@ -178,9 +181,10 @@ def _backward_fake(
 def _backward_cuda(
     dy: Tensor, x: Tensor, gamma: Tensor, mean: Tensor, rstd: Tensor, zero_centered: bool, beta: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from ottava.kernels import norm_triton
+    import ottava.kernels.norm_triton as norm_triton
 
     return norm_triton.backward(dy, x, gamma, mean, rstd, zero_centered, beta)
 
 
-backward = define("norm_backward", _backward, _backward_fake, _backward_cuda)
+BACKWARD = without_gradients(_backward)
+backward = define("norm_backward", _backward, _backward_fake, _backward_cuda, cuda_launches=True)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ottava.kernels import norm
-from ottava.kernels.launch import Launcher
+from ottava.kernels.launch import Launch, Launcher
 
 MAX_WIDTH = 32768
 
@@ -55,23 +55,46 @@ def stats(
     """See `norm._stats`."""
     m, k = x.shape
     if k > MAX_WIDTH or m == 0:
-        return norm._stats(x, gamma, beta, kind, eps, zero_centered, amax)
+        return norm.STATS(x, gamma, beta, kind, eps, zero_centered, amax)
     x = x if x.stride(-1) == 1 else x.contiguous()
     center = kind == "LayerNorm"
-    mean = x.new_empty(m if center else 0, dtype=torch.float32)
     rstd = x.new_empty(m, dtype=torch.float32)
+    mean = x.new_empty(m if center else 0, dtype=torch.float32)
     out = x.new_zeros(1, dtype=torch.float32) if amax else x.new_empty(0, dtype=torch.float32)
-    block = triton.next_power_of_2(k)
-    _STATS(
-        (m,),
-        _warps(block),
-        {
-            "x_ptr": x, "gamma_ptr": gamma, "beta_ptr": beta, "mean_ptr": mean, "rstd_ptr": rstd, "amax_ptr": out,
-            "x_stride": x.stride(0), "K": k, "eps": eps,
-            "CENTER": center, "BETA": beta is not None, "ZERO_CENTERED": zero_centered, "AMAX": amax, "BLOCK": block,
-        },
-    )  # fmt: skip
+    beta_dtype = None if beta is None else beta.dtype
+    key = (m, k, x.stride(0), x.dtype, gamma.dtype, beta_dtype, center, eps, zero_centered, amax)
+    launch = _LAUNCHES.get(key)
+    if launch is None:
+        launch = _keep(key, _prepare_stats(x, beta is not None, center, eps, zero_centered, amax))
+    tensors: tuple[Tensor, ...] = (x, gamma, rstd, out) if amax else (x, rstd)
+    tensors = (*tensors, mean) if center else tensors
+    launch(*tensors, beta) if amax and beta is not None else launch(*tensors)
     return mean, rstd, out
+
+
+def _prepare_stats(x: Tensor, beta: bool, center: bool, eps: float, zero_centered: bool, amax: bool) -> Launch:
+    """Takes x, gain, rstd, amax, mean, bias: the gain, the bias and the amax only if that is asked for, the mean only to be written."""
+    pointers: tuple[str, ...] = ("x_ptr", "gamma_ptr", "rstd_ptr", "amax_ptr") if amax else ("x_ptr", "rstd_ptr")
+    pointers += ("mean_ptr",) if center else ()
+    pointers += ("beta_ptr",) if amax and beta else ()
+    block = triton.next_power_of_2(x.shape[1])
+    arguments = {
+        "gamma_ptr": None, "beta_ptr": None, "mean_ptr": None, "amax_ptr": None, "x_stride": x.stride(0), "K": x.shape[1], "eps": eps,
+        "CENTER": center, "BETA": amax and beta, "ZERO_CENTERED": zero_centered, "AMAX": amax, "BLOCK": block,
+    }  # fmt: skip
+    return _STATS.prepare((x.shape[0],), _warps(block), arguments, pointers)
+
+
+_MOST_LAUNCHES = 1024
+_LAUNCHES: dict[tuple, Launch] = {}
+"""By all that the launch depends on but the addresses."""
+
+
+def _keep(key: tuple, launch: Launch) -> Launch:
+    if len(_LAUNCHES) >= _MOST_LAUNCHES:
+        _LAUNCHES.clear()
+    _LAUNCHES[key] = launch
+    return launch
 
 
 def _warps(block: int) -> int:
@@ -121,21 +144,34 @@ def backward(
     """See `norm._backward`."""
     m, k = x.shape
     if k > MAX_WIDTH or m == 0:
-        return norm._backward(dy, x, gamma, mean, rstd, zero_centered, beta)
-    x, dy = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, dy))
-    programs = min(m, 4 * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 8)
-    dx = torch.empty(m, k, dtype=x.dtype, device=x.device)
+        return norm.BACKWARD(dy, x, gamma, mean, rstd, zero_centered, beta)
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    dy = dy if dy.stride(-1) == 1 else dy.contiguous()
+    center = mean.numel() > 0
+    key = (m, k, x.stride(0), dy.stride(0), x.dtype, dy.dtype, gamma.dtype, center, zero_centered, beta, x.device)
+    launch = _LAUNCHES.get(key)
+    if launch is None:
+        launch = _keep(key, _prepare_backward(dy, x, center, zero_centered, beta))
+    programs = launch.grid[0]
+    dx = x.new_empty(m, k)
     dgamma = x.new_empty(programs, k, dtype=torch.float32)
     dbeta = x.new_empty(programs if beta else 0, k, dtype=torch.float32)
-    block = triton.next_power_of_2(k)
-    _BACKWARD(
-        (programs,),
-        _warps(block),
-        {
-            "dy_ptr": dy, "x_ptr": x, "gamma_ptr": gamma, "mean_ptr": mean, "rstd_ptr": rstd, "dx_ptr": dx,
-            "dgamma_ptr": dgamma, "dbeta_ptr": dbeta, "dy_stride": dy.stride(0), "x_stride": x.stride(0), "M": m, "K": k,
-            "CENTER": mean.numel() > 0, "BETA": beta, "ZERO_CENTERED": zero_centered, "BLOCK": block,
-        },
-        fuse_multiply_add=True,
-    )  # fmt: skip
+    tensors: tuple[Tensor, ...] = (dy, x, gamma, rstd, dx, dgamma)
+    tensors = (*tensors, mean) if center else tensors
+    launch(*tensors, dbeta) if beta else launch(*tensors)
     return dx, dgamma.sum(0).to(gamma.dtype), dbeta.sum(0).to(gamma.dtype) if beta else gamma.new_empty(0)
+
+
+def _prepare_backward(dy: Tensor, x: Tensor, center: bool, zero_centered: bool, beta: bool) -> Launch:
+    """Takes dy, x, gain, rstd, dx, the gain's partial sums; then the mean and the bias's partial sums, if there are such."""
+    m, k = x.shape
+    programs = min(m, 4 * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 8)
+    block = triton.next_power_of_2(k)
+    arguments = {
+        "mean_ptr": None, "dbeta_ptr": None, "dy_stride": dy.stride(0), "x_stride": x.stride(0), "M": m, "K": k,
+        "CENTER": center, "BETA": beta, "ZERO_CENTERED": zero_centered, "BLOCK": block,
+    }  # fmt: skip
+    pointers: tuple[str, ...] = ("dy_ptr", "x_ptr", "gamma_ptr", "rstd_ptr", "dx_ptr", "dgamma_ptr")
+    pointers += ("mean_ptr",) if center else ()
+    pointers += ("dbeta_ptr",) if beta else ()
+    return _BACKWARD.prepare((programs,), _warps(block), arguments, pointers, fuse_multiply_add=True)

@@ -18,6 +18,8 @@ NAMESPACE = "ottava"
 
 
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+CUDA_VERSIONS: dict[str, Callable] = {}
+"""What runs where tensors are on a GPU, by the op's name; for benchmarks/host_overhead.py, which runs it where there is none."""
 
 
 def define(
@@ -26,34 +28,50 @@ def define(
     fake: Callable,
     cuda: Callable | None = None,
     mutates: tuple[str, ...] = (),
+    cuda_launches: bool = False,
 ) -> Any:
     """Registers `ottava::name`. The op's schema is read from the annotations of `reference`.
+
+    cuda_launches: the CUDA version allocates and launches, and autograd sees nothing of it: it is called as it is. Where it gives up
+    and calls a reference, that is `without_gradients`.
 
     `Library.impl` rather than `torch.library.custom_op`: the latter adds about 20 us of Python to every call on a GPU.
     """
     schema = torch.library.infer_schema(reference, op_name=name, mutates_args=mutates)
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, _without_autocast(reference), "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, without_gradients(reference), "CompositeExplicitAutograd")
     if cuda is not None:
-        _LIBRARY.impl(name, _without_autocast(cuda if has_triton() else reference), "CUDA")
+        CUDA_VERSIONS[name] = cuda if cuda_launches else without_gradients(cuda)
+        _LIBRARY.impl(name, CUDA_VERSIONS[name] if has_triton() else without_gradients(reference), "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.ottava, name).default
+    op = getattr(torch.ops.ottava, name).default
+    for device in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, _outside_autocast(op), f"Autocast{device}")
+    return op
 
 
-def _without_autocast(function: Callable) -> Callable:
-    """`function` outside of `torch.autocast`, which would turn the float32 products inside of it into bf16 ones."""
+def without_gradients(function: Callable) -> Callable:
+    """`function` under `no_grad`: ops are not differentiable, but may be called where gradients are recorded, as by an exported graph."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if (
-            torch.is_grad_enabled()
-        ):  # called outside of an autograd Function, as by an exported graph: ops are not differentiable
-            with torch.no_grad():
-                return call(*args, **kwargs)
-        if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
+        if not torch.is_grad_enabled():
             return function(*args, **kwargs)
+        with torch.no_grad():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _outside_autocast(op: Any) -> Callable:
+    """The op for where `torch.autocast` is on, which would turn the float32 products inside of it into bf16 ones.
+
+    Registered for the dispatch key of autocast: where that is off, nobody asks.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-            return function(*args, **kwargs)
+            return op(*args, **kwargs)
 
     return call
 

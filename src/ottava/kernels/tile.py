@@ -6,13 +6,15 @@ combination reads its inputs once and writes its outputs once, and a new produce
 
 Speed of light on an H200 is 4.25 TB/s (measured copy); a cast with transpose of bf16 moves 4 bytes an element.
 
+[Note: plans] What a call does follows from the producer's facts, shapes, dtypes and the scheme: sizes of the outputs, the tile, forty
+kernel arguments. All of it is settled once for each such key (`_Plan`); a call then looks the plan up, allocates and launches.
+
 Compiled with `enable_fp_fusion=False`: a fused multiply-add would round differently from the torch reference.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,37 +22,43 @@ import triton.language as tl
 from torch import Tensor
 
 from ottava.kernels import activation as activations
-from ottava.kernels.cast import Buffers, check_scale, reference_buffers
-from ottava.kernels.launch import Launcher
+from ottava.kernels.cast import BufferTensors, check_scale, reference_buffers
+from ottava.kernels.launch import Launch, Launcher
 from ottava.kernels.tile_kernel import tile_kernel
 from ottava.quant.scheme import Scheme
 
 # -------------------------------------------------------------------------------------------------------------- producers
 
 
-@dataclass
 class Producer:
-    """What fills a tile. `columns` x rows is the grid's extent; `width` is the output's."""
-
-    x: Tensor
+    """What fills a tile, from `x` [M, K] and other tensors."""
 
     name = "identity"
     rounds = True
     """Whether the output is rounded to the activation dtype unless the scheme takes float32."""
+    facts: tuple = ()
+    """All that a plan depends on beside x: numbers, dtypes and strides of `tensors`."""
+    tensors: tuple[Tensor, ...] = ()
+    """What the kernel reads beside x, in the order of `pointers`."""
 
-    @property
+    def __init__(self, x: Tensor) -> None:
+        self.x = x if x.stride(-1) == 1 else x.contiguous()
+
     def columns(self) -> int:
         """Columns that the grid covers."""
         return self.x.shape[1]
 
-    @property
     def width(self) -> int:
         """Columns of the output."""
-        return self.columns
+        return self.columns()
 
     def arguments(self) -> dict[str, Any]:
         """Kernel arguments that differ from the defaults."""
         return {}
+
+    def pointers(self) -> tuple[str, ...]:
+        """The kernel's names for `tensors`."""
+        return ()
 
 
 class Identity(Producer):
@@ -59,47 +67,52 @@ class Identity(Producer):
     rounds = False
 
 
-@dataclass
 class Norm(Producer):
     """A normalized tensor, from its statistics."""
 
-    gamma: Tensor
-    beta: Tensor | None
-    mean: Tensor
-    rstd: Tensor
-    zero_centered: bool
-
     name = "norm"
+
+    def __init__(
+        self, x: Tensor, gamma: Tensor, beta: Tensor | None, mean: Tensor, rstd: Tensor, zero_centered: bool
+    ) -> None:
+        self.x = x if x.stride(-1) == 1 else x.contiguous()
+        center = mean.numel() > 0
+        self.facts = (
+            gamma.dtype, None if beta is None else beta.dtype, mean.dtype if center else None, rstd.dtype, zero_centered
+        )  # fmt: skip
+        self.tensors = (gamma, rstd)
+        if center:
+            self.tensors += (mean,)
+        if beta is not None:
+            self.tensors += (beta,)
 
     def arguments(self) -> dict[str, Any]:
         """See `Producer.arguments`."""
-        return {
-            "gamma_ptr": self.gamma,
-            "beta_ptr": self.beta,
-            "mean_ptr": self.mean,
-            "rstd_ptr": self.rstd,
-            "BETA": self.beta is not None,
-            "CENTER": self.mean.numel() > 0,
-            "ZERO_CENTERED": self.zero_centered,
-        }
+        _, beta, mean, _, zero_centered = self.facts
+        return {"BETA": beta is not None, "CENTER": mean is not None, "ZERO_CENTERED": zero_centered}
+
+    def pointers(self) -> tuple[str, ...]:
+        """See `Producer.pointers`."""
+        _, beta, mean, _, _ = self.facts
+        return ("gamma_ptr", "rstd_ptr", *["mean_ptr"] * (mean is not None), *["beta_ptr"] * (beta is not None))
 
 
-@dataclass
 class Activation(Producer):
     """An activation of the tensor."""
 
-    activation: activations.Activation
-
     name = "activation"
 
-    @property
+    def __init__(self, x: Tensor, activation: activations.Activation) -> None:
+        self.x = x if x.stride(-1) == 1 else x.contiguous()
+        self.facts = (activation.base, activation.gated)
+
     def columns(self) -> int:
         """See `Producer.columns`."""
-        return self.x.shape[1] // 2 if self.activation.gated else self.x.shape[1]
+        return self.x.shape[1] // 2 if self.facts[1] else self.x.shape[1]
 
     def arguments(self) -> dict[str, Any]:
         """See `Producer.arguments`."""
-        return {"ACT": self.activation.base, "GATED": self.activation.gated}
+        return {"ACT": self.facts[0], "GATED": self.facts[1]}
 
 
 class ActivationBackward(Activation):
@@ -108,21 +121,22 @@ class ActivationBackward(Activation):
     name = "activation_backward"
 
     def __init__(self, dy: Tensor, x: Tensor, activation: activations.Activation) -> None:
-        super().__init__(x, activation)
-        self.dy = _rows_contiguous(dy)
+        self.x = x if x.stride(-1) == 1 else x.contiguous()
+        dy = dy if dy.stride(-1) == 1 else dy.contiguous()
+        self.facts = (activation.base, activation.gated, dy.dtype, dy.stride(0))
+        self.tensors = (dy,)
 
-    @property
     def width(self) -> int:
         """See `Producer.width`."""
         return self.x.shape[1]
 
     def arguments(self) -> dict[str, Any]:
         """See `Producer.arguments`."""
-        return {**super().arguments(), "dy_ptr": self.dy, "dy_stride": self.dy.stride(0)}
+        return {**super().arguments(), "dy_stride": self.facts[3]}
 
-
-def _rows_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+    def pointers(self) -> tuple[str, ...]:
+        """See `Producer.pointers`."""
+        return ("dy_ptr",)
 
 
 # ------------------------------------------------------------------------------------------------------------------ launch
@@ -137,32 +151,27 @@ _DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _launch(producer: Producer, tile: tuple[int, int], warps: int, **arguments: Any) -> None:
-    x = producer.x
-    m, k = x.shape[0], producer.columns
-    if m == 0 or k == 0:
-        return
-    bm, bk = tile
+def _prepare(
+    producer: Producer, tile: tuple[int, int], warps: int, pointers: tuple[str, ...], **arguments: Any
+) -> Launch:
+    """A launch that takes x, the producer's tensors, and then `pointers`."""
+    x, (bm, bk) = producer.x, tile
+    m, k = x.shape[0], producer.columns()
+    arguments = {
+        **_DEFAULTS,
+        "x_stride": x.stride(0),
+        "M": m,
+        "K": k,
+        "PRODUCER": producer.name,
+        "DTYPE": _TRITON_DTYPES[x.dtype],
+        "EVEN": m % bm == 0 and k % bk == 0,
+        "BM": bm,
+        "BK": bk,
+        **producer.arguments(),
+        **arguments,
+    }
     grid = (triton.cdiv(k, bk), triton.cdiv(m, bm))
-    even = m % bm == 0 and k % bk == 0
-    _KERNEL(
-        grid,
-        warps,
-        {
-            **_DEFAULTS,
-            "x_ptr": x,
-            "x_stride": x.stride(0),
-            "M": m,
-            "K": k,
-            "PRODUCER": producer.name,
-            "DTYPE": _TRITON_DTYPES[x.dtype],
-            "EVEN": even,
-            "BM": bm,
-            "BK": bk,
-            **producer.arguments(),
-            **arguments,
-        },
-    )
+    return _KERNEL.prepare(grid, warps, arguments, ("x_ptr", *producer.pointers(), *pointers))
 
 
 _KERNEL = Launcher(tile_kernel)
@@ -176,29 +185,76 @@ _TILES = {
 }
 
 
+# ------------------------------------------------------------------------------------------------------------------- plans
+
+
+class _Plan(NamedTuple):
+    """See [Note: plans]. Shapes are (0,) where nothing is wanted."""
+
+    launch: Launch
+    row: tuple[int, ...]
+    row_scale: tuple[int, ...]
+    column: tuple[int, ...]
+    """An even row length: columnwise bytes are stored in pairs."""
+    column_scale: tuple[int, ...]
+    scale_dtype: torch.dtype
+    transposes_scales: bool
+    """1x128 scales are stored with the row index fastest, as the block GEMM reads them."""
+    cut: int | None
+    """Rows of x, if `column` is longer."""
+    amax: str
+    """How the output's amax comes about: "kernel" (scales are given), "producer" (a launch of its own), "given" or "none"."""
+    partial: tuple[int, int] | None
+    """Of the sum over rows: one row for each row of tiles."""
+
+
+_MOST_PLANS = 4096
+_PLANS: dict[tuple, Any] = {}
+"""By the key that `quantize`, `amax` and `store` make; None where `quantize` does not serve it."""
+
+
+def forget_plans() -> None:
+    """For those who change what plans are made from."""
+    _PLANS.clear()
+
+
+def _keep(key: tuple, plan: Any) -> Any:
+    if len(_PLANS) >= _MOST_PLANS:  # shapes that come and go, as of experts
+        _PLANS.clear()
+    _PLANS[key] = plan
+    return plan
+
+
 def amax(producer: Producer) -> Tensor:
     """float32 [1]. Of the float32 values for activations, of the rounded ones otherwise (as the references do)."""
-    out = producer.x.new_zeros(1, dtype=torch.float32)
-    unrounded = producer.name in ("identity", "activation")
-    producer.x = _rows_contiguous(producer.x)
-    _launch(
-        producer,
-        (64, 128),
-        4,
-        KIND="none",
-        AMAX="unrounded" if unrounded else "rounded",
-        ROUND=not unrounded,
-        amax_ptr=out,
-    )
+    x = producer.x
+    out = x.new_zeros(1, dtype=torch.float32)
+    if x.numel() == 0:
+        return out
+    key = ("amax", producer.name, producer.facts, x.shape, x.stride(0), x.dtype)
+    launch = _PLANS.get(key)
+    if launch is None:
+        unrounded = producer.name in ("identity", "activation")
+        launch = _prepare(
+            producer, (64, 128), 4, ("amax_ptr",), KIND="none", AMAX="unrounded" if unrounded else "rounded", ROUND=not unrounded
+        )  # fmt: skip
+        _keep(key, launch)
+    launch(x, *producer.tensors, out)
     return out
 
 
 def store(producer: Producer, dtype: torch.dtype) -> Tensor:
     """The produced values in the activation dtype [M, width]."""
-    producer.x = _rows_contiguous(producer.x)
-    out = producer.x.new_empty(producer.x.shape[0], producer.width)
-    tile, warps = _TILES["values"]
-    _launch(producer, tile, warps, KIND="values", ROUND=False, values_ptr=out)
+    x = producer.x
+    out = x.new_empty(x.shape[0], producer.width())
+    if out.numel() == 0:
+        return out.to(dtype)
+    key = ("store", producer.name, producer.facts, x.shape, x.stride(0), x.dtype)
+    launch = _PLANS.get(key)
+    if launch is None:
+        tile, warps = _TILES["values"]
+        launch = _keep(key, _prepare(producer, tile, warps, ("values_ptr",), KIND="values", ROUND=False))
+    launch(x, *producer.tensors, out)
     return out if out.dtype == dtype else out.to(dtype)
 
 
@@ -208,72 +264,124 @@ def supports(producer: Producer, scheme: Scheme) -> bool:
     Not NVFP4, which Hopper cannot multiply anyway; not a gated backward whose halves share a block; and not rows of bytes that do
     not start on a 16-byte boundary: Triton 3.6 misplaced bytes of such tiles for float32 inputs. No FP8 GEMM takes those.
     """
-    gated_backward = producer.columns != producer.width
+    columns = producer.columns()
+    gated_backward = columns != producer.width()
     return (
         scheme.kind != "nvfp4"
-        and producer.columns % 16 == 0
-        and not (gated_backward and scheme.block is not None and producer.columns % 128)
+        and columns % 16 == 0
+        and not (gated_backward and scheme.block is not None and columns % 128)
     )
 
 
 def quantize(
+    producer: Producer,
+    scheme: str,
+    scale: Tensor | None,
+    amax_in: Tensor | None,
+    rowwise: bool,
+    columnwise: bool,
+    sums: Tensor | None = None,
+) -> BufferTensors | None:
+    """The produced values, quantized; same bytes as the reference. None: not supported, so the reference has to do it.
+
+    `sums`: float32 [width], receives the sum over rows.
+    """
+    x = producer.x
+    key = (
+        producer.name, producer.facts, x.shape, x.stride(0), x.dtype, scheme, scale is None,
+        None if amax_in is None else amax_in.dtype, rowwise, columnwise, sums is None,
+    )  # fmt: skip
+    try:
+        plan: _Plan | None = _PLANS[key]
+    except KeyError:
+        plan = _keep(key, _quantize_plan(producer, Scheme.parse(scheme), scale, amax_in, rowwise, columnwise, sums))
+    if plan is None:
+        return None
+    if scale is not None and (scale.dtype is not torch.float32 or scale.numel() != 1):
+        check_scale(scale)  # raises
+    if x.shape[0] == 0 or x.shape[1] == 0:
+        values = x.new_empty(x.shape[0], producer.width())
+        return reference_buffers(values, Scheme.parse(scheme), scale, amax_in, rowwise, columnwise, x.dtype)
+    tensors: list[Any] = [x, *producer.tensors]
+    if plan.amax == "kernel":
+        amax_out = x.new_zeros(1, dtype=torch.float32)
+        tensors += (scale, amax_out)
+    elif plan.amax == "producer":
+        amax_out = amax(producer)
+        tensors += (amax_out, amax_out)
+    elif plan.amax == "given":
+        amax_out = x.new_empty(1, dtype=torch.float32)
+        tensors += (amax_in, amax_out)
+    else:
+        amax_out = x.new_empty(0, dtype=torch.float32)
+    row = x.new_empty(plan.row, dtype=torch.uint8)
+    row_scale = x.new_empty(plan.row_scale, dtype=plan.scale_dtype)
+    column = x.new_empty(plan.column, dtype=torch.uint8)
+    column_scale = x.new_empty(plan.column_scale, dtype=plan.scale_dtype)
+    if rowwise:
+        tensors += (row, row_scale)
+    if columnwise:
+        tensors += (column, column_scale)
+    if plan.partial is None:
+        plan.launch(*tensors)
+    else:
+        partial = x.new_empty(plan.partial, dtype=torch.float32)
+        plan.launch(*tensors, partial)
+        torch.sum(partial, dim=0, out=sums)
+    if plan.transposes_scales:
+        row_scale = row_scale.t() if rowwise else row_scale
+        column_scale = column_scale.t() if columnwise else column_scale
+    if plan.cut is not None and columnwise:
+        column = column[:, : plan.cut].contiguous()
+    return row, row_scale, column, column_scale, amax_out, x.new_empty(0, dtype=torch.float32)
+
+
+def _quantize_plan(
     producer: Producer,
     scheme: Scheme,
     scale: Tensor | None,
     amax_in: Tensor | None,
     rowwise: bool,
     columnwise: bool,
-    sums: Tensor | None = None,
-) -> Buffers:
-    """The produced values, quantized; same bytes as the reference. `sums`: float32 [width], receives the sum over rows."""
-    check_scale(scale)
-    producer.x = x = _rows_contiguous(producer.x)
-    m, width = x.shape[0], producer.width
-    if m == 0 or width == 0:
-        return reference_buffers(x.new_empty(m, width), scheme, scale, amax_in, rowwise, columnwise, x.dtype)
+    sums: Tensor | None,
+) -> _Plan | None:
+    if not supports(producer, scheme):
+        return None
+    x = producer.x
+    m, width = x.shape[0], producer.width()
     kind = scheme.kind if scheme.kind != "block" else ("block1d" if scheme.block == (1, 128) else "block2d")
     (bm, bk), warps = _TILES[kind]
-    row, row_scale, col, col_scale = _allocate(x, m, width, scheme, kind, rowwise, columnwise)
-    delayed = scheme.per_tensor and scale is not None
-    amax_out = x.new_zeros(1, dtype=torch.float32) if delayed else x.new_empty(0, dtype=torch.float32)
-    if scheme.per_tensor and not delayed:
-        amax_out = amax(producer) if amax_in is None else amax_in.clone()
-    wants_sum = sums is not None and sums.numel() > 0
-    partial = x.new_empty(triton.cdiv(m, bm), width, dtype=torch.float32) if wants_sum else None
-    _launch(
-        producer, (bm, bk), warps, KIND=kind, E5M2=scheme.format == "e5m2", FP8_MAX=scheme.element.max, EPSILON=scheme.epsilon,
-        POWER_OF_TWO=scheme.power_of_two, INF_VALUE=torch.finfo(torch.float32 if kind == "tensor" else x.dtype).max,
+    source = "none"
+    if scheme.per_tensor:
+        source = "kernel" if scale is not None else "producer" if amax_in is None else "given"
+    pointers: tuple[str, ...] = {"none": (), "kernel": ("scale_ptr", "amax_ptr")}.get(
+        source, ("amax_in_ptr", "amax_ptr")
+    )
+    pointers += ("row_ptr", "row_scale_ptr") if rowwise else ()
+    pointers += ("col_ptr", "col_scale_ptr") if columnwise else ()
+    pointers += ("sum_ptr",) if sums is not None else ()
+    launch = _prepare(
+        producer, (bm, bk), warps, pointers, KIND=kind, E5M2=scheme.format == "e5m2", FP8_MAX=scheme.element.max,
+        EPSILON=scheme.epsilon, POWER_OF_TWO=scheme.power_of_two,
+        INF_VALUE=torch.finfo(torch.float32 if kind == "tensor" else x.dtype).max,
         ROWWISE=rowwise, COLUMNWISE=columnwise, ROUND=producer.rounds and not scheme.from_float32,
-        AMAX="rounded" if delayed else "none", SUM=wants_sum, SCALE=("given" if delayed else "amax") if scheme.per_tensor else "none",
-        scale_ptr=scale if delayed else None, amax_in_ptr=None if delayed else amax_out, col_stride=m + m % 2,
-        row_ptr=row, row_scale_ptr=row_scale, col_ptr=col, col_scale_ptr=col_scale, amax_ptr=amax_out, sum_ptr=partial,
+        AMAX={"kernel": "rounded", "given": "copy"}.get(source, "none"), SUM=sums is not None,
+        SCALE={"none": "none", "kernel": "given"}.get(source, "amax"), col_stride=m + m % 2,
     )  # fmt: skip
-    if partial is not None:
-        torch.sum(partial, dim=0, out=sums)
-    if kind == "block1d":
-        row_scale, col_scale = (s.t() if s.dim() == 2 else s for s in (row_scale, col_scale))
-    if columnwise and m % 2:
-        col = col[:, :m].contiguous()
-    return Buffers(row, row_scale, col, col_scale, amax_out, x.new_empty(0, dtype=torch.float32))
 
+    def scales(rows: int, columns: int) -> tuple[int, ...]:
+        shape = scheme.scale_shape(rows, columns)
+        return shape[::-1] if kind == "block1d" else shape
 
-def _allocate(
-    x: Tensor, m: int, k: int, scheme: Scheme, kind: str, rowwise: bool, columnwise: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output tensors. 1x128 scales are stored with the row index fastest, as the block GEMM reads them.
-
-    The columnwise bytes get an even row length, since they are stored in pairs.
-    """
-
-    def one(rows: int, cols: int, stride: int, wanted: bool) -> tuple[Tensor, Tensor]:
-        dtype = torch.uint8 if kind == "mx" else torch.float32
-        if not wanted:
-            return x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=dtype)
-        shape: tuple[int, ...] = (1,)
-        if scheme.block is not None:
-            shape = (triton.cdiv(rows, scheme.block[0]), triton.cdiv(cols, scheme.block[1]))
-        return x.new_empty(rows, stride, dtype=torch.uint8), x.new_empty(
-            shape[::-1] if kind == "block1d" else shape, dtype=dtype
-        )
-
-    return *one(m, k, k, rowwise), *one(k, m, m + m % 2, columnwise)
+    return _Plan(
+        launch,
+        (m, width) if rowwise else (0,),
+        scales(m, width) if rowwise else (0,),
+        (width, m + m % 2) if columnwise else (0,),
+        scales(width, m) if columnwise else (0,),
+        torch.uint8 if kind == "mx" else torch.float32,
+        kind == "block1d",
+        m if m % 2 else None,
+        source,
+        (triton.cdiv(m, bm), width) if sums is not None else None,
+    )

@@ -14,9 +14,10 @@ from ottava.kernels.cast import Buffers, operand_amax
 from ottava.nn import weights
 from ottava.nn.columnwise import columnwise_later
 from ottava.nn.construction import ORDER
+from ottava.nn.direct import direct
 from ottava.nn.initialize import materialize_
 from ottava.nn.parallel_module import ParallelModule
-from ottava.nn.stage import Chain, DelayedTensors, Stage, StageTensors
+from ottava.nn.stage import Chain, DelayedTensors, Stage, StageTensors, Texts
 from ottava.nn.strategy import local
 from ottava.notices import warn_once
 from ottava.quant.delayed import DelayedState
@@ -74,14 +75,21 @@ def quantized_stage(stage: Stage, quantization: Quantization, gated_backward: bo
         return_norm=stage.return_norm,
         output_parts=stage.output_parts,
         gather_norm=stage.gather_norm,
+        texts=None if torch.compiler.is_compiling() else _texts(quantization, gated_backward),
         strategy=stage.strategy,
     )
+
+
+def _texts(quantization: Quantization, gated_backward: bool) -> Texts:
+    fused = quantization.gated_grad if gated_backward else quantization.grad
+    return Texts(str(quantization.input), str(quantization.weight), str(quantization.grad), str(fused))
 
 
 class _KeptChain(NamedTuple):
     """The chain of a module's last forward, and what it was made from."""
 
     recipe: Recipe | None
+    delayed: bool
     key: tuple
     chain: Chain
 
@@ -133,9 +141,10 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
 
     def joined(self, names: list[str]) -> Tensor:
         """The parameters as one tensor: themselves, a view over their common memory, or a concatenation."""
+        if len(names) == 1:
+            one = self._parameters.get(names[0])  # past `__getattr__`, which is Python
+            return one if type(one) is nn.Parameter else local(getattr(self, names[0]))
         tensors: list[Any] = [local(getattr(self, name)) for name in names]
-        if len(tensors) == 1:
-            return tensors[0]
         if one_matrix(tensors):
             return as_one_matrix(tensors)
         if all(isinstance(t, QuantizedTensor) and t.stored_quantized for t in tensors):
@@ -197,22 +206,29 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
 
         stages: makes the module's stages, for which `key` has everything that they are made from.
         """
-        recipe, calibrating, group = self._context()
-        scale, record = None, False
-        if recipe is not None and Quantization.of(recipe).delayed:
-            scale, record = forward_scale(self.delayed)
-            if record:
-                self.delayed.mark_for_update(recipe, group)  # type: ignore[arg-type]
-        if torch.compiler.is_compiling():
-            return self._resolve(stages(), recipe, calibrating, record), scale
+        compiling = torch.compiler.is_compiling()
+        recipe, calibrating, group = self._context(compiling)
         # Building the chain takes longer than launching a kernel: keep the last one. Recipes are frozen: the same object is the same.
-        last = self._last_chain
-        if last is None or last.recipe is not recipe or last.key != (calibrating, record, key):
+        last = None if compiling else self._last_chain
+        if last is not None and last.recipe is recipe:
+            delayed = last.delayed
+        else:
+            delayed, last = recipe is not None and Quantization.of(recipe).delayed, None
+        scale, record = forward_scale(self._delayed_state(), compiling) if delayed else (None, False)
+        if last is None or last.key != (calibrating, record, key):
             chain = self._resolve(stages(), recipe, calibrating, record)
-            last = self._last_chain = _KeptChain(recipe, (calibrating, record, key), chain)
-        return last.chain, scale
+            if not compiling:
+                self._last_chain = _KeptChain(recipe, delayed, (calibrating, record, key), chain)
+        else:
+            chain = last.chain
+        if record:
+            self._delayed_state().mark_for_update(recipe, group)  # type: ignore[arg-type]
+        return chain, scale
 
-    def _context(self) -> tuple[Recipe | None, bool, Any]:
+    def _delayed_state(self) -> DelayedState:
+        return self._modules["delayed"]  # type: ignore[return-value]  # past `__getattr__`, which is Python
+
+    def _context(self, compiling: bool) -> tuple[Recipe | None, bool, Any]:
         """(recipe, calibrating, group) of the `autocast` in force.
 
         torch.utils.checkpoint recomputes in backward, when the `with` block is long over: what the last forward used holds then.
@@ -220,7 +236,7 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
         if self.plain:
             return None, False, None
         now = (CURRENT.recipe, CURRENT.calibrating, CURRENT.group)
-        if torch.compiler.is_compiling():
+        if compiling:
             return now
         if CURRENT.depth == 0 and torch_private.inside_backward():
             # A reentrant checkpoint ran its first pass without gradients.
@@ -237,14 +253,17 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
                     quantized_stage(stage, quantization, gated)
                     for stage, gated in zip(stages, self._gated_stages, strict=True)
                 ]
-        return Chain(tuple(stages), record, calibrating and record, self.delayed.id, self.groups)
+        described = tuple(stages)
+        return Chain(
+            described, record, calibrating and record, self.delayed.id, self.groups, direct(described, self.groups)
+        )
 
     def state(self, scale: Tensor | None) -> DelayedTensors | None:
         """What `run_chain` takes as its state."""
         if scale is None:
             return None
-        d = self.delayed
-        return DelayedTensors(scale, d.fwd_amax_history, d.bwd_scale, d.bwd_amax_history)
+        live = self._modules["delayed"]._buffers  # type: ignore[union-attr]
+        return DelayedTensors(scale, live["fwd_amax_history"], live["bwd_scale"], live["bwd_amax_history"])
 
     def stage_tensors(
         self,
@@ -286,22 +305,24 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
         # A copy that is kept may serve a later forward that does have a backward. Bytes that can be transposed are, by that backward.
         wanted = stage.backward == "quantized" and (torch.is_grad_enabled() or bool(is_first_microbatch))
         weight_scale = scale[3 * index + 1 : 3 * index + 2] if stage.delayed else None  # type: ignore[index]
-        check_float(weight, self.describe("weight"))
-        amax = None if stage.delayed else shared_weight_amax(stage, weight)
-        later = wanted and is_first_microbatch is None and self.freed_after_forward(weight)
+        if weight.dtype not in FLOAT_DTYPES:
+            check_float(weight, self.describe("weight"))
+        scheme = str(stage.weight) if stage.texts is None else stage.texts.weight
+        amax = shared_weight_amax(stage, weight) if stage.strategy.shares_weight_amax and not stage.delayed else None
+        later = wanted and is_first_microbatch is None and bool(self.gathered_by_fsdp) and self.freed_after_forward(weight)
         columnwise = wanted and not later and stage.weight.two_copies
         q = Buffers(
-            *torch.ops.ottava.quantize(weight.detach(), str(stage.weight), weight_scale, amax, True, columnwise)
+            *torch.ops.ottava.quantize(weight.detach(), scheme, weight_scale, amax, True, columnwise)
         )
         if stage.delayed and chain.record:
-            torch.ops.ottava.record_amax_(self.delayed.fwd_amax_history, q.rowwise_amax, 3 * index + 1, 0)
+            torch.ops.ottava.record_amax_(self._delayed_state().fwd_amax_history, q.rowwise_amax, 3 * index + 1, 0)
         if is_first_microbatch:
             self._weight_cache[index] = QuantizedTensor.from_buffers(
                 q, stage.weight, weight.shape, weight.dtype, True, columnwise
             )
         row = (q.rowwise_data, q.rowwise_scale_inv, q.rowwise_amax)
         if later:
-            return *row, *columnwise_later(weight, str(stage.weight), weight_scale, amax)
+            return *row, *columnwise_later(weight, scheme, weight_scale, amax)
         return (
             (*row, q.columnwise_data, q.columnwise_scale_inv, q.columnwise_amax)
             if columnwise

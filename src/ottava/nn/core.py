@@ -27,8 +27,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ottava import torch_private
 from ottava.kernels.activation import get as get_activation
 from ottava.kernels.cast import Buffers, operand_amax
+from ottava.nn import direct
+from ottava.nn import product as products
 from ottava.nn.columnwise import LaterTensor
 from ottava.nn.operand import Operand, columnwise, rowwise, transposed
 from ottava.nn.product import product
@@ -374,6 +377,8 @@ class _ChainFunction(torch.autograd.Function):
     def forward(
         ctx: Any, chain: Chain, accumulators: Any, splits: tuple[int, ...] | None, keep: bool, h: Tensor, *flat: Any
     ) -> Any:
+        if chain.direct and products.watcher is None:
+            return direct.forward(ctx, chain, accumulators, keep, h, flat)
         count, groups = len(chain.stages), chain.groups
         tensors, state = unpack(StageTensors, flat, count), DelayedTensors(*flat[-len(DelayedTensors._fields) :])
         saved: list[Saved] = []
@@ -408,8 +413,10 @@ class _ChainFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor, dnorm: Tensor | None = None) -> Any:
         refuse_double_backward()
-        *flat, fwd_scale = ctx.saved_tensors
         chain: Chain = ctx.chain
+        if chain.direct and products.watcher is None:
+            return direct.backward(ctx, dy, _dgrad_operand)
+        *flat, fwd_scale = ctx.saved_tensors
         count, groups = len(chain.stages), chain.groups
         state = DelayedTensors(fwd_scale, None, ctx.bwd_scale, ctx.bwd_history)
         all_saved, all_needs = unpack(Saved, flat, count), unpack(StageTensors, ctx.needs_input_grad[5:], count)
@@ -532,13 +539,21 @@ def run_chain(
 
     Returns [M, N], or ([M, N], norm output [M, K]) if the first stage returns it.
     """
-    keep = torch.is_grad_enabled() and (x.requires_grad or any(_trains(tensors) for tensors in stages))
-    return _ChainFunction.apply(chain, accumulators, splits, keep, x, *pack(stages), *(state or DelayedTensors()))
+    keep = torch.is_grad_enabled() and (x.requires_grad or any(map(_trains, stages)))
+    apply = _ChainFunction.apply if not chain.direct or torch_private.transforms_active() else _BARE_APPLY
+    flat = stages[0] if len(stages) == 1 else pack(stages)
+    return apply(chain, accumulators, splits, keep, x, *flat, *(state or _NO_STATE))
+
+
+_NO_STATE = DelayedTensors()
+_BARE_APPLY = torch_private.bare_apply(_ChainFunction)
 
 
 def _trains(t: StageTensors) -> bool:
     """Whether a parameter of the stage wants a gradient."""
-    return any(p is not None and p.requires_grad for p in (t.weight, t.bias, t.gamma, t.beta))
+    if t.weight.requires_grad or (t.bias is not None and t.bias.requires_grad):
+        return True
+    return (t.gamma is not None and t.gamma.requires_grad) or (t.beta is not None and t.beta.requires_grad)
 
 
 def gated(activation: str) -> bool:

@@ -119,9 +119,13 @@ class GroupedLinear(QuantizedModule):
                 f"m_splits must have {self.num_gemms} numbers, none negative, that add up to {rows.shape[0]} rows, got {list(m_splits)} "
                 f"(sum {sum(m_splits)})."
             )
-        self.check_features(in_features=self.in_features, out_features=self.out_features)
         strategy = self.strategy()
-        chain, scale = self.prepare((strategy,), lambda: [Stage(strategy=strategy)] * self.num_gemms)
+
+        def stages() -> list[Stage]:
+            self.check_features(in_features=self.in_features, out_features=self.out_features)
+            return [Stage(strategy=strategy)] * self.num_gemms
+
+        chain, scale = self.prepare((strategy,), stages)
         biases = [self.parameter(f"bias{g}") if self.use_bias else None for g in range(self.num_gemms)]
         tensors = [
             self.stage_tensors(

@@ -132,12 +132,12 @@ class LayerNormLinear(QuantizedModule):
         weight = self.joined(self.weight_names)
         x = self.check_input(inp, self.in_features, weight)
         bias = self.joined(self.bias_names) if self.use_bias else None
-        self.check_features(in_features=self.in_features, out_features=self.out_features)
         norm = (self.normalization, self.eps, self.zero_centered_gamma)
         returns = (self.return_layernorm_output, self.return_layernorm_output_gathered)
         strategy = self.strategy()
 
         def stages() -> list[Stage]:
+            self.check_features(in_features=self.in_features, out_features=self.out_features)
             return [
                 Stage(
                     Norm(*norm),
@@ -153,7 +153,7 @@ class LayerNormLinear(QuantizedModule):
             chain, 0, weight, None if self.return_bias else bias, scale, is_first_microbatch,
             self.input_parameter("layer_norm_weight"), self.input_parameter("layer_norm_bias"), x.dtype,
         )  # fmt: skip
-        accumulate = self.accumulator(self.weight_names)
+        accumulate = self.accumulator(self.weight_names) if self.wgrad_accumulation else None
         out = run_chain(
             chain, x.reshape(-1, self.in_features), [tensors], self.state(scale), (accumulate,) if accumulate else None
         )

@@ -12,7 +12,7 @@ from ottava.nn.core import gated, run_chain
 from ottava.nn.options import OverlapOptions, ParallelOptions, check_norm, check_recompute, refuse_delayed_wgrad
 from ottava.nn.parallel_module import join_meshes
 from ottava.nn.stage import Norm, Stage
-from ottava.nn.strategy import REPLICATED, Layout, local
+from ottava.nn.strategy import REPLICATED, Layout
 
 
 class LayerNormMLP(QuantizedModule):
@@ -167,14 +167,14 @@ class LayerNormMLP(QuantizedModule):
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """inp [..., hidden] -> output, or (output, bias), (output, norm output), (output, bias, norm output) as asked for."""
-        fc1_weight, fc2_weight = self.joined(self._fc1_names("weight")), local(self.fc2_weight)
+        fc1_weight, fc2_weight = self.joined(self._fc1_names("weight")), self.joined(["fc2_weight"])
         x = self.check_input(inp, self.hidden_size, fc1_weight)
-        self.check_features(hidden_size=self.hidden_size, ffn_hidden_size=self.ffn_hidden_size)
         norm = (self.normalization, self.eps, self.zero_centered_gamma)
         returns = (self.return_layernorm_output, self.return_layernorm_output_gathered)
         strategies = (self.strategy(0), self.strategy(1))
 
         def stages() -> list[Stage]:
+            self.check_features(hidden_size=self.hidden_size, ffn_hidden_size=self.ffn_hidden_size)
             first = Stage(
                 Norm(*norm),
                 recompute=self.recompute,

@@ -19,6 +19,7 @@ from ottava.nn.options import (
 )
 from ottava.nn.parallel_module import join_meshes, linear_layouts
 from ottava.nn.stage import Stage
+from ottava.nn.strategy import ALONE
 
 
 class Linear(QuantizedModule):
@@ -122,17 +123,23 @@ class Linear(QuantizedModule):
         weight = self.joined(self.weight_names)
         x = self.check_input(inp, self.in_features, weight)
         strategy = self.strategy()
-        bias = strategy.output_parameter(self.joined(self.bias_names)) if self.use_bias else None
-        self.check_features(in_features=self.in_features, out_features=self.out_features)
-        chain, scale = self.prepare(
-            (self.recompute, strategy), lambda: [Stage(recompute=self.recompute, strategy=strategy)]
-        )
+        bias = self.joined(self.bias_names) if self.use_bias else None
+        if bias is not None and strategy is not ALONE:
+            bias = strategy.output_parameter(bias)
+
+        def stages() -> list[Stage]:
+            self.check_features(in_features=self.in_features, out_features=self.out_features)
+            return [Stage(recompute=self.recompute, strategy=strategy)]
+
+        chain, scale = self.prepare((self.recompute, strategy), stages)
         tensors = self.stage_tensors(
             chain, 0, weight, None if self.return_bias else bias, scale, is_first_microbatch, dtype=x.dtype
         )
-        accumulate = self.accumulator(self.weight_names)
+        accumulate = self.accumulator(self.weight_names) if self.wgrad_accumulation else None
         rows = x.reshape(-1, self.in_features)
-        y = run_chain(chain, rows, [tensors], self.state(scale), (accumulate,) if accumulate else None)
+        y = run_chain(
+            chain, rows, [tensors], None if scale is None else self.state(scale), (accumulate,) if accumulate else None
+        )
         y = y.reshape(self.output_shape(x.shape, self.out_features))
         return (y, bias) if self.return_bias else y
 

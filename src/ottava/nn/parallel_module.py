@@ -135,6 +135,9 @@ class ParallelModule(nn.Module):
 
     def parameter(self, name: str) -> Tensor | None:
         """What this rank multiplies with, or adds; None if there is no such parameter."""
+        value = self._parameters.get(name)  # past `__getattr__`, which is Python
+        if type(value) is nn.Parameter:
+            return value
         value = getattr(self, name)
         return None if value is None else local(value)
 
@@ -150,8 +153,8 @@ class ParallelModule(nn.Module):
 
     def output_shape(self, shape: torch.Size, features: int, index: int = 0) -> tuple[int, ...]:
         """Shape of the output for an input of `shape`: sequence parallelism gathers or scatters the first dimension."""
-        if len(shape) == 1:
-            return (features,)
+        if len(shape) == 1 or self._strategies[index] is ALONE:
+            return (*shape[:-1], features)
         return (self.strategy(index).output_tokens(shape[0]), *shape[1:-1], features)
 
 

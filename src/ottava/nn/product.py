@@ -16,7 +16,8 @@ from ottava.nn.operand import Operand
 
 Look = Callable[[Operand, Operand], None]
 
-_look: Look | None = None
+watcher: Look | None = None
+"""Who looks at products now: see `watching`."""
 ops = torch.ops.ottava
 
 
@@ -32,10 +33,10 @@ def product(
 
     parts: see `ottava::mm`; of a single group.
     """
-    if a[0].scheme is not None and _look is not None:
+    if a[0].scheme is not None and watcher is not None:
         with torch.no_grad():
             for x, y in zip(a, b, strict=True):
-                _look(x, y)
+                watcher(x, y)
     if len(a) > 1:
         return _grouped_product(a, b, biases, dtype, split_accumulator)
     (x,), (y,), bias = a, b, biases[0] if biases else None
@@ -63,9 +64,9 @@ def _grouped_product(
 def watching(look: Look) -> Iterator[None]:
     """`look(a, b)` sees the operands of every quantized product in here, group by group, in all threads: backward passes have their
     own. Not under torch.compile."""
-    global _look
-    before, _look = _look, look
+    global watcher
+    before, watcher = watcher, look
     try:
         yield
     finally:
-        _look = before
+        watcher = before

@@ -23,6 +23,15 @@ class Norm:
     zero_centered: bool
 
 
+class Texts(NamedTuple):
+    """The schemes of a stage as ops take them, spelled once."""
+
+    input: str
+    weight: str
+    grad: str
+    fused_grad: str
+
+
 @dataclass(frozen=True)
 class Stage:
     """Everything static about one stage. Schemes are None where it is not quantized."""
@@ -47,6 +56,8 @@ class Stage:
     """Equal matrices that lie side by side in the output, as gate and up do: for the order of dgrad's sum on a CPU."""
     gather_norm: bool = False
     """Return the norm's output of all ranks' tokens."""
+    texts: Texts | None = None
+    """None where the stage is not quantized, and while a compiler traces."""
     strategy: Strategy = field(kw_only=True)
     """How the GEMM is spread over ranks."""
 
@@ -67,6 +78,8 @@ class Chain:
     owner: int = 0
     """Id of the delayed-scaling state, for the update at the end of backward."""
     groups: int = 1
+    direct: bool = False
+    """See [Note: direct chains] in `direct.py`."""
 
 
 class DelayedTensors(NamedTuple):

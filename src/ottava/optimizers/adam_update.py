@@ -1,7 +1,7 @@
-"""The arithmetic of one Adam step over many tensors of one device: everything in float32, then back into what is stored.
+"""The arithmetic of one Adam step over many tensors of one device in torch ops: everything in float32, then back into what is stored.
 
-On a GPU a step is a few kernels whatever the number of parameters: torch's fused Adam, and one multi-tensor copy for each kind
-of conversion. FP8 storage and scaled moments cost one quantization a tensor on top.
+On a CPU this is the step. On a GPU `fused_step` does the same in one kernel, except for moments with one scale a tensor and for
+parameters that are not contiguous: then it is torch's fused Adam, and one multi-tensor copy for each kind of conversion.
 """
 
 from __future__ import annotations
@@ -15,12 +15,24 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from ottava import torch_private
-from ottava.optimizers.masters import has_bytes_only, join_remainder, split_remainder_
+from ottava.kernels.random_bits import random_bits, round_to_bfloat16, step_key
+from ottava.optimizers.masters import WHOLE, Place, has_bytes_only, join_remainder, split_remainder_
 from ottava.optimizers.moments import MomentFormat
 from ottava.quant.weight import Weight
 
 # float32 copies that live at the same time hold at most this many elements (256 MiB), or one parameter's.
 TEMPORARY_ELEMENTS = 2**26
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What holds for the whole optimizer's arithmetic."""
+
+    adam_w_mode: bool
+    rounds: bool
+    """Round stochastically to bf16 parameters without a master, to bf16 moments and to moments in blocks."""
+    seed: int
+    """Of the random bits."""
 
 
 @dataclass
@@ -32,6 +44,16 @@ class Update:
     state: dict[str, Tensor]
     formats: tuple[MomentFormat, MomentFormat]
     """Of exp_avg and exp_avg_sq."""
+    number: int = 0
+    """Of the parameter, counted over all groups."""
+    place: Place = WHOLE
+    """Where the local elements lie in the whole parameter; for stochastic rounding."""
+
+    @property
+    def working(self) -> Tensor:
+        """The memory of the parameter: of a weight with an FP8 copy its master."""
+        master = self.param.master if isinstance(self.param, Weight) else None
+        return self.param if master is None else master
 
     @property
     def in_place(self) -> bool:
@@ -52,17 +74,28 @@ class Update:
         copies += [f.name != "float32" for f in self.formats]
         return sum(copies) * self.param.numel()
 
+    def random(self, settings: Settings, stream: int) -> Tensor | None:
+        """Bits for each element; None: round to the nearest. Only after the step was counted."""
+        if not settings.rounds:
+            return None
+        key = step_key(settings.seed, self.number, self.state["step"])
+        return random_bits(self.place.index(self.param.shape, self.param.device), key, stream)
 
-def apply_updates(updates: list[Update], group: dict[str, Any], adam_w_mode: bool) -> None:
-    """Steps the parameters of one device by the options of `group`."""
+
+def apply_updates(
+    updates: list[Update], group: dict[str, Any], settings: Settings, grad_scale: Tensor | None = None
+) -> None:
+    """Steps the parameters of one device by the options of `group`. grad_scale: one number, times which gradients are taken."""
     for batch in _batches(updates):
         work = _working_values(batch)
         grads = _as_float32([u.grad for u in batch])
+        if grad_scale is not None:
+            grads = [grad * grad_scale for grad in grads]
         exp_avgs, exp_avg_sqs = _decoded(batch, 0), _decoded(batch, 1)
-        _adam(work, grads, exp_avgs, exp_avg_sqs, [u.state["step"] for u in batch], group, adam_w_mode)
-        _store_moments(batch, 0, exp_avgs)
-        _store_moments(batch, 1, exp_avg_sqs)
-        _store_parameters(batch, work)
+        _adam(work, grads, exp_avgs, exp_avg_sqs, [u.state["step"] for u in batch], group, settings.adam_w_mode)
+        _store_moments(batch, 0, exp_avgs, settings)
+        _store_moments(batch, 1, exp_avg_sqs, settings)
+        _store_parameters(batch, work, settings)
 
 
 def _batches(updates: list[Update]) -> Iterator[list[Update]]:
@@ -145,30 +178,41 @@ def _as_float32(tensors: list[Tensor]) -> list[Tensor]:
 
 def _decoded(batch: list[Update], which: int) -> list[Tensor]:
     name = ("exp_avg", "exp_avg_sq")[which]
-    if not batch[0].formats[which].scaled:  # one group, one format
-        return _as_float32([u.state[name] for u in batch])
-    return [u.formats[which].decode(u.state[name], u.state[f"{name}_scale_inv"]) for u in batch]
+    values = [
+        u.formats[which].decode(u.state[name], u.state[f"{name}_scale_inv"])
+        if u.formats[which].scaled
+        else u.state[name]
+        for u in batch
+    ]
+    return _as_float32(values)
 
 
-def _store_moments(batch: list[Update], which: int, values: list[Tensor]) -> None:
+def _store_moments(batch: list[Update], which: int, values: list[Tensor], settings: Settings) -> None:
     name = ("exp_avg", "exp_avg_sq")[which]
-    if batch[0].formats[which].scaled:
-        for u, value in zip(batch, values, strict=True):
-            u.formats[which].encode_(value, u.state[name], u.state[f"{name}_scale_inv"], positive=which == 1)
-        return
-    _copy_all([u.state[name] for u in batch], values)
+    plain: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for u, value in zip(batch, values, strict=True):
+        form = u.formats[which]
+        rounds = settings.rounds and (form.blocks or form.name == "bfloat16")
+        if form.scaled or rounds:
+            random = u.random(settings, 1 + which) if rounds else None
+            form.encode_(value, u.state[name], u.state.get(f"{name}_scale_inv"), which == 1, random)
+        else:
+            plain[0].append(u.state[name])
+            plain[1].append(value)
+    _copy_all(*plain)
 
 
-def _store_parameters(batch: list[Update], work: list[Tensor]) -> None:
+def _store_parameters(batch: list[Update], work: list[Tensor], settings: Settings) -> None:
     plain: tuple[list[Tensor], list[Tensor]] = ([], [])
     for u, value in zip(batch, work, strict=True):
         if has_bytes_only(u.param):
             continue  # `requantize` writes all of them at once
         if u.remainder:
             split_remainder_(value, u.param, u.state["master_param"])
-        else:
-            plain[0].append(u.param)
-            plain[1].append(value)
+            continue
+        random = u.random(settings, 0) if u.param.dtype == torch.bfloat16 and "master_param" not in u.state else None
+        plain[0].append(u.param)
+        plain[1].append(value if random is None else round_to_bfloat16(value, random))
     _copy_all(*plain)
 
 

@@ -10,13 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ottava.optimizers.adam_update import Update, apply_updates, requantize
+from ottava.optimizers.adam_update import Settings, Update, apply_updates, requantize
+from ottava.optimizers.fused_step import FusedStep, runs_fused
 from ottava.optimizers.masters import (
+    WHOLE,
+    Place,
     has_bytes_only,
     initial_master,
     join_remainder,
     local_of,
     placed_like,
+    placed_scales,
     split_remainder_,
 )
 from ottava.optimizers.moments import MomentFormat
@@ -34,6 +38,8 @@ class Options:
     master_weights: bool
     use_decoupled_grad: bool
     store_param_remainders: bool
+    stochastic_rounding: bool = False
+    seed: int = 0
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -45,10 +51,15 @@ class FusedAdam(torch.optim.Optimizer):
         capturable: step counts and lr stay on the device, so that `step()` can be recorded in a CUDA graph.
         master_weights: keep float32 masters of bf16 and fp16 parameters. Parameters stored in FP8 always have one.
         exp_avg_dtype, exp_avg_sq_dtype: torch.float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 (uint8: E4M3); float16
-            and FP8 moments have one scale a tensor.
+            and FP8 moments have one scale a tensor. "float8_block128": FP8 with a scale for every 128 elements of a row, which sharded
+            parameters can have too; vectors then keep float32 moments.
         use_decoupled_grad: read `param.decoupled_grad`; a parameter without that attribute, `param.main_grad`; without either, `grad`.
             (Of a parameter that FSDP2 has sharded, the `grad` that FSDP2 has reduced, if `main_grad` was made before.)
         store_param_remainders: keep 16 bits beside a bf16 parameter instead of a 32-bit master; the two together are the master.
+        stochastic_rounding: round bf16 parameters without a master, bf16 moments and moments in blocks up or down at random, right on
+            average, instead of to the nearest. The bits follow from (seed, number of the parameter, step, element of the whole
+            parameter), so a run repeats itself, and on other meshes too.
+        seed: of stochastic rounding.
         amsgrad, a master_weight_dtype other than float32: refused.
 
     Per parameter, `state` holds plain tensors: "step", "exp_avg", "exp_avg_sq", "master_param", and "exp_avg_scale_inv",
@@ -73,11 +84,13 @@ class FusedAdam(torch.optim.Optimizer):
         capturable: bool = False,
         master_weights: bool = False,
         master_weight_dtype: torch.dtype = torch.float32,
-        exp_avg_dtype: torch.dtype = torch.float32,
-        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype | str = torch.float32,
+        exp_avg_sq_dtype: torch.dtype | str = torch.float32,
         use_decoupled_grad: bool = False,
         store_param_remainders: bool = False,
         set_grad_none: bool | None = None,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
     ) -> None:
         if amsgrad:
             raise ValueError("FusedAdam has no AMSGrad variant: use amsgrad=False, or torch.optim.AdamW(amsgrad=True).")
@@ -88,8 +101,18 @@ class FusedAdam(torch.optim.Optimizer):
                 "FusedAdam: store_param_remainders=True is a way to keep masters; it needs master_weights=True."
             )
         _check_numbers(lr, betas, eps, weight_decay)
-        self.options = Options(adam_w_mode, capturable, master_weights, use_decoupled_grad, store_param_remainders)
+        self.options = Options(
+            adam_w_mode,
+            capturable,
+            master_weights,
+            use_decoupled_grad,
+            store_param_remainders,
+            stochastic_rounding,
+            seed,
+        )
         self.set_grad_none = set_grad_none
+        self._fused: dict[torch.device, FusedStep] = {}
+        self._places: dict[Tensor, Place] = {}
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -107,6 +130,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._fused, self._places = {}, {}
         # torch gives every optimizer that loads a state an option of its own, with which checkpoints of other runs would differ.
         for options in (self.defaults, *self.param_groups):
             options.pop("differentiable", None)
@@ -115,7 +139,7 @@ class FusedAdam(torch.optim.Optimizer):
         """Adds parameters, for example `{"params": [...], "lr": 1e-4}`; what is not given is as in the constructor."""
         for name in MOMENTS:
             given = param_group.get(f"{name}_dtype")
-            if isinstance(given, torch.dtype):
+            if given is not None:
                 param_group[f"{name}_dtype"] = MomentFormat.of(given, f"{name}_dtype").name
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -131,11 +155,15 @@ class FusedAdam(torch.optim.Optimizer):
     def _check_param(self, param: Tensor, who: str, group: dict[str, Any]) -> None:
         if param.dtype not in FLOAT_DTYPES:
             raise ValueError(f"FusedAdam: {who} must be float32, bfloat16, float16 or FP8 storage, got {param.dtype}.")
-        formats = [MomentFormat(group[f"{name}_dtype"]) for name in MOMENTS]
-        if hasattr(param, "to_local") and any(f.scaled for f in formats):
+        formats = [_format(param, group, name) for name in MOMENTS]
+        if hasattr(param, "to_local") and any(f.of_whole_tensor for f in formats):
             raise ValueError(
                 f"FusedAdam: {who} is sharded (a DTensor), and {formats[0].name}, {formats[1].name} moments have a scale of the whole "
-                "tensor: use float32 or bfloat16 moments."
+                'tensor: use float32 or bfloat16 moments, or "float8_block128".'
+            )
+        if self.options.stochastic_rounding and param.dtype == torch.float16 and not self._has_master(local_of(param)):
+            raise ValueError(
+                f"FusedAdam: {who} is float16, to which stochastic_rounding does not round: use bfloat16, or master_weights=True."
             )
 
     def _lr_to_device(self, group: dict[str, Any]) -> None:
@@ -196,8 +224,14 @@ class FusedAdam(torch.optim.Optimizer):
     # -------------------------------------------------------------------------------------------------------------- step
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:
-        """One step of every parameter that has a gradient; returns the loss of `closure`, which computes the gradients anew."""
+    def step(
+        self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None, grad_scale: Tensor | None = None
+    ) -> Any:
+        """One step of every parameter that has a gradient; returns the loss of `closure`, which computes the gradients anew.
+
+        grad_scale: a tensor of one number, times which gradients are taken; they stay as they are. With the factor of
+        `ottava.distributed.grad_norm_and_scale` gradients are clipped without a pass over them.
+        """
         if grad_scaler is not None:
             raise ValueError(
                 "FusedAdam.step takes no grad_scaler: call grad_scaler.step(optimizer), which unscales first."
@@ -206,26 +240,55 @@ class FusedAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        done: list[Update] = []
+        if grad_scale is not None and grad_scale.numel() != 1:
+            raise ValueError(f"FusedAdam: grad_scale must be one number, got shape {tuple(grad_scale.shape)}.")
+        done = self._apply(self._updates(), grad_scale)
+        requantize(done)
+        return loss
+
+    def _updates(self) -> list[tuple[dict[str, Any], dict[torch.device, list[Update]]]]:
+        """(group, by device what is to be done) of every group."""
+        found, number = [], 0
         for group in self.param_groups:
             updates: dict[torch.device, list[Update]] = {}
-            for param in group["params"]:
+            for number, param in enumerate(group["params"], number):  # noqa: B020
                 grad = self._gradient(param)
                 if grad is None:
                     continue
                 self._ensure_state(param, group)
-                update = self._update(param, grad, group)
+                update = self._update(param, grad, group, number)
                 updates.setdefault(update.param.device, []).append(update)
-            for batch in updates.values():
-                apply_updates(batch, group, self.options.adam_w_mode)
-                done += batch
-        requantize(done)
-        return loss
+            number += 1
+            found.append((group, updates))
+        return found
 
-    def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Update:
+    def _apply(
+        self, work: list[tuple[dict[str, Any], dict[torch.device, list[Update]]]], grad_scale: Tensor | None
+    ) -> list[Update]:
+        settings = Settings(self.options.adam_w_mode, self.options.stochastic_rounding, self.options.seed)
+        fused: dict[torch.device, list[tuple[dict[str, Any], list[Update]]]] = {}
+        done: list[Update] = []
+        for group, by_device in work:
+            for device, updates in by_device.items():
+                together = [u for u in updates if runs_fused(u)]
+                if together:
+                    fused.setdefault(device, []).append((group, together))
+                rest = [u for u in updates if not runs_fused(u)] if len(together) < len(updates) else []
+                if rest:
+                    apply_updates(rest, group, settings, _scale_on(device, grad_scale))
+                done += updates
+        for device, groups in fused.items():
+            launch = self._fused.setdefault(device, FusedStep())
+            launch(groups, settings, _scale_on(device, grad_scale))
+        return done
+
+    def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any], number: int) -> Update:
         state = {name: local_of(tensor) for name, tensor in self.state[param].items()}
-        formats = tuple(MomentFormat(group[f"{name}_dtype"]) for name in MOMENTS)
-        return Update(local_of(param).detach(), local_of(grad), state, formats)  # type: ignore[arg-type]
+        formats = tuple(_format(param, group, name) for name in MOMENTS)
+        place = WHOLE
+        if self.options.stochastic_rounding:
+            place = self._places.get(param) or self._places.setdefault(param, Place.of(param))
+        return Update(local_of(param).detach(), local_of(grad), state, formats, number, place)  # type: ignore[arg-type]
 
     # ------------------------------------------------------------------------------------------------------------- state
 
@@ -269,10 +332,11 @@ class FusedAdam(torch.optim.Optimizer):
             state["step"] = torch.zeros((), dtype=torch.float32, device=local.device)
         for name in MOMENTS:
             if name not in state:
-                stored, scale_inv = MomentFormat(group[f"{name}_dtype"]).zeros(local.shape, local.device)
-                state[name] = placed_like(param, stored)
+                form = _format(param, group, name)
+                stored, scale_inv = form.zeros(local.shape, local.device)
                 if scale_inv is not None:
-                    state[f"{name}_scale_inv"] = scale_inv
+                    state[f"{name}_scale_inv"] = placed_scales(param, scale_inv) if form.blocks else scale_inv
+                state[name] = placed_like(param, stored)
 
     @torch.no_grad()
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
@@ -284,8 +348,8 @@ class FusedAdam(torch.optim.Optimizer):
             )
         stored = local_of(state[state_name])
         if state_name in MOMENTS:
-            name = self._group_of(param)[f"{state_name}_dtype"]
-            return MomentFormat(name).decode(stored, state.get(f"{state_name}_scale_inv"))
+            form = _format(param, self._group_of(param), state_name)
+            return form.decode(stored, _local_or_none(state.get(f"{state_name}_scale_inv")))
         if state_name == "master_param" and stored.dtype == torch.int16:
             return join_remainder(local_of(param), stored)
         return stored.float()
@@ -302,8 +366,8 @@ class FusedAdam(torch.optim.Optimizer):
         if value.shape != local.shape:
             raise ValueError(f"FusedAdam: {state_name} of shape {tuple(value.shape)}, expected {tuple(local.shape)}.")
         if state_name in MOMENTS:
-            target = MomentFormat(group[f"{state_name}_dtype"])
-            scale_inv, positive = state.get(f"{state_name}_scale_inv"), state_name == "exp_avg_sq"
+            target = _format(param, group, state_name)
+            scale_inv, positive = _local_or_none(state.get(f"{state_name}_scale_inv")), state_name == "exp_avg_sq"
             target.encode_(value, local_of(state[state_name]), scale_inv, positive)
         elif "master_param" not in state:
             raise ValueError("FusedAdam: this parameter has no master; make the optimizer with master_weights=True.")
@@ -362,22 +426,22 @@ class FusedAdam(torch.optim.Optimizer):
         state, local = self.state[param], local_of(param)
         state["step"].copy_(torch.as_tensor(saved["step"], dtype=torch.float32).reshape(()))
         for name in MOMENTS:
-            stored, scale_inv = local_of(saved[name]), saved.get(f"{name}_scale_inv")
+            stored, scale_inv = local_of(saved[name]), _local_or_none(saved.get(f"{name}_scale_inv"))
             if stored.shape != local.shape:
                 raise ValueError(
                     f"{name} in the state dict has shape {tuple(stored.shape)}, its parameter {tuple(local.shape)}."
                 )
             source = _format_of(stored, saved_group.get(f"{name}_dtype"), scale_inv)
-            target = MomentFormat(group[f"{name}_dtype"])
+            target, own_scale = _format(param, group, name), _local_or_none(state.get(f"{name}_scale_inv"))
             if source == target:
                 local_of(state[name]).copy_(stored)
-                if scale_inv is not None:
-                    state[f"{name}_scale_inv"].copy_(scale_inv)
+                if own_scale is not None and scale_inv is not None:
+                    own_scale.copy_(scale_inv)
             else:
                 values = source.decode(
                     stored.to(local.device), None if scale_inv is None else scale_inv.to(local.device)
                 )
-                target.encode_(values, local_of(state[name]), state.get(f"{name}_scale_inv"), name == "exp_avg_sq")
+                target.encode_(values, local_of(state[name]), own_scale, name == "exp_avg_sq")
         master = saved.get("master_param")
         if master is not None and self._has_master(local):
             state["master_param"] = placed_like(param, self._restored_master(local, local_of(master)))
@@ -393,6 +457,20 @@ class FusedAdam(torch.optim.Optimizer):
         remainder = torch.empty(local.shape, dtype=torch.int16, device=local.device)
         split_remainder_(saved.float(), local, remainder)
         return remainder
+
+
+def _format(param: Tensor, group: dict[str, Any], name: str) -> MomentFormat:
+    """How the moment `name` of `param` is kept."""
+    return MomentFormat(group[f"{name}_dtype"]).for_shape(param.dim())
+
+
+def _local_or_none(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else local_of(tensor)
+
+
+def _scale_on(device: torch.device, scale: Tensor | None) -> Tensor | None:
+    """grad_scale where the parameters are, float32."""
+    return None if scale is None else local_of(scale).detach().reshape(()).to(device, torch.float32, non_blocking=True)
 
 
 def _reduced_by_fsdp(param: Any) -> bool:

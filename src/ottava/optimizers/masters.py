@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ottava import torch_private
+from ottava.kernels.block_moment import BLOCK, scale_shape
 from ottava.nn.strategy import like_dtensor
 from ottava.quant.tensor import QuantizedTensor
 from ottava.quant.weight import Weight
@@ -26,6 +30,62 @@ def has_bytes_only(local: Any) -> bool:
 def placed_like(param: Any, local: Tensor) -> Tensor:
     """`local` as state of `param`: a DTensor of the same placements if `param` is one, so that it can be saved and resharded."""
     return like_dtensor(param, local) if hasattr(param, "to_local") else local
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this rank's elements lie in the whole parameter: element i of them, with `columns` a row, is element
+    base + i // columns * stride + i % columns."""
+
+    base: int = 0
+    columns: int = 0
+    """0: rows are whole, and i is followed by i + 1."""
+    stride: int = 0
+
+    @staticmethod
+    def of(param: Any) -> Place:
+        """Of a DTensor. What is no DTensor is taken for the whole."""
+        if not hasattr(param, "to_local") or not param.dim():
+            return WHOLE
+        shape, offset = torch_private.local_box(param)
+        if shape[1:-1] != tuple(param.shape[1:-1]):
+            raise ValueError(
+                f"FusedAdam: a parameter of shape {tuple(param.shape)} is cut to {shape} along a dimension between the first and the last, "
+                "where stochastic rounding does not know its elements' numbers: shard it along the first, or use stochastic_rounding=False."
+            )
+        whole = param.shape[-1]
+        base = offset[0] * math.prod(param.shape[1:]) + (offset[-1] if param.dim() > 1 else 0)
+        return Place(base) if param.dim() == 1 or shape[-1] == whole else Place(base, shape[-1], whole)
+
+    @property
+    def columnwise(self) -> bool:
+        """Whether there are gaps between the rows."""
+        return self.columns > 0
+
+    def index(self, shape: torch.Size, device: torch.device) -> Tensor:
+        """The number of each element in the whole parameter, int64 of `shape`."""
+        found = torch.arange(shape.numel(), device=device)
+        if self.columnwise:
+            found += found // self.columns * (self.stride - self.columns)
+        return (found + self.base).view(shape)
+
+
+WHOLE = Place()
+
+
+def placed_scales(param: Any, scales: Tensor) -> Tensor:
+    """Scales of the local blocks of a moment as state of `param`: of a DTensor a DTensor, cut as the parameter is."""
+    if not hasattr(param, "to_local"):
+        return scales
+    whole = like_dtensor(param, scales, scale_shape(param.shape))
+    (_, at), (held, first) = torch_private.local_box(param), torch_private.local_box(whole)
+    if held != tuple(scales.shape) or (scales.numel() and at[-1] != first[-1] * BLOCK):
+        raise ValueError(
+            f"FusedAdam: a parameter of shape {tuple(param.shape)} is cut to {tuple(local_of(param).shape)} at {at}, but moments in FP8 "
+            f"have blocks of {BLOCK} along the last dimension that must lie on one rank: use a tensor-parallel size that leaves a multiple "
+            f"of {BLOCK}, or float32 or bfloat16 moments."
+        )
+    return whole
 
 
 def initial_master(param: Any, local: Any, free: bool) -> Tensor:

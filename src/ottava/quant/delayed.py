@@ -149,9 +149,15 @@ class DelayedState(nn.Module):
     def mark_for_update(self, recipe: DelayedScaling, group: Any) -> None:
         """Called by a forward that records: the state will be updated when the outermost `autocast` exits."""
         self._fit(recipe.amax_history_len)
-        self.recipe, self.group = recipe, group
-        self.used = True
-        self.recorded = True
+        # Only what changes: a module's `__setattr__` takes longer than a launch.
+        if self.recipe is not recipe:
+            self.recipe = recipe
+        if self.group is not group:
+            self.group = group
+        if not self.used:
+            self.used = True
+        if not self.recorded:
+            self.recorded = True
         if CURRENT.depth == 0 and not torch.compiler.is_compiling():  # a reentrant checkpoint: no `autocast` will exit
             torch_private.at_end_of_backward(lambda: update_forward([self]))
         else:

@@ -30,9 +30,9 @@ class _Recompute(threading.local):
 RECOMPUTE = _Recompute()
 
 
-def forward_scale(state: DelayedState) -> tuple[Tensor, bool]:
-    """(the forward scales to use now [n], whether this forward records)."""
-    if torch.compiler.is_compiling():
+def forward_scale(state: DelayedState, compiling: bool) -> tuple[Tensor, bool]:
+    """(the forward scales to use now [n], whether this forward records). compiling: a compiler traces now."""
+    if compiling:
         return state.fwd_scale, torch.is_grad_enabled() and not torch_private.is_exporting()
     if RECOMPUTE.replay is not None:
         scale = next(RECOMPUTE.replay)
@@ -48,4 +48,4 @@ def forward_scale(state: DelayedState) -> tuple[Tensor, bool]:
         ):  # the first run was under no_grad and recorded nothing: this one does
             return state.fwd_scale, torch.is_grad_enabled()
         return state.scale_of_first_forward(), False
-    return state.fwd_scale, torch.is_grad_enabled() or CURRENT.calibrating
+    return state._buffers["fwd_scale"], torch.is_grad_enabled() or CURRENT.calibrating  # type: ignore[return-value]

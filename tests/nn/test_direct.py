@@ -1,0 +1,159 @@
+"""The straight loops of `nn/direct.py` give the bits of `core`'s, are taken where they may be, and cost few Python calls."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ottava
+from ottava import recipe
+from ottava.nn import base, direct
+from ottava.nn.product import watching
+from quant_cases import QUANTIZING, all_same, casting, delayed_state, gradients
+
+MODULES: dict[str, Any] = {
+    "linear": lambda: ottava.Linear(64, 96, device="cpu"),
+    "linear without bias": lambda: ottava.Linear(64, 96, bias=False, device="cpu"),
+    "split linear": lambda: ottava.Linear(64, 96, parameters_split={"query": 64, "key": 32}, device="cpu"),
+    "layernorm linear": lambda: ottava.LayerNormLinear(64, 96, device="cpu"),
+    "rmsnorm linear": lambda: ottava.LayerNormLinear(
+        64, 96, normalization="RMSNorm", zero_centered_gamma=True, device="cpu"
+    ),
+    "gelu mlp": lambda: ottava.LayerNormMLP(64, 96, activation="gelu", device="cpu"),
+    "swiglu mlp": lambda: ottava.LayerNormMLP(
+        64, 96, activation="swiglu", normalization="RMSNorm", bias=False, device="cpu"
+    ),
+}
+
+
+def trained(module: nn.Module, name: str, wants_dx: bool = True, microbatches: bool = False) -> list[Tensor | None]:
+    """Outputs, gradients and delayed-scaling state of three steps."""
+    seen: list[Tensor | None] = []
+    for step in range(3):
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step)).requires_grad_(wants_dx)
+        torch.manual_seed(step)  # of stochastic rounding
+        with casting(name):
+            y = module(x, is_first_microbatch=step == 0) if microbatches else module(x)
+        y.square().mean().backward()
+        seen += [y, x.grad, *gradients(module)]
+    return [*seen, *delayed_state(module).values()]
+
+
+def chain_of(module: nn.Module) -> Any:
+    return module._last_chain.chain
+
+
+@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize("name", QUANTIZING)
+def test_the_straight_loops_have_the_bits_of_the_general_ones(
+    kind: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    module = MODULES[kind]()
+    other = copy.deepcopy(module)
+    straight = trained(module, name)
+    assert chain_of(module).direct
+    monkeypatch.setattr(base, "direct", lambda stages, groups: False)
+    assert all_same(straight, trained(other, name)) and not chain_of(other).direct
+
+
+@pytest.mark.parametrize("case", ["frozen weight", "frozen norm", "no input gradient", "microbatches", "main_grad"])
+def test_the_same_where_some_gradients_are_not_wanted(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    module = ottava.LayerNormMLP(64, 96, activation="gelu", fuse_wgrad_accumulation=case == "main_grad", device="cpu")
+    if case == "frozen weight":
+        module.fc2_weight.requires_grad_(False)
+    if case == "frozen norm":
+        module.layer_norm_weight.requires_grad_(False)
+        module.layer_norm_bias.requires_grad_(False)
+    other = copy.deepcopy(module)
+    for one in (module, other) if case == "main_grad" else ():
+        for parameter in (one.fc1_weight, one.fc2_weight):
+            parameter.main_grad = torch.zeros(parameter.shape)
+    options = {"wants_dx": case != "no input gradient", "microbatches": case == "microbatches"}
+    straight = trained(module, "delayed", **options)
+    monkeypatch.setattr(base, "direct", lambda stages, groups: False)
+    assert all_same(straight, trained(other, "delayed", **options))
+    if case == "main_grad":
+        assert all_same(*([one.fc1_weight.main_grad, one.fc2_weight.main_grad] for one in (module, other))) and bool(
+            module.fc1_weight.main_grad.any()
+        )
+
+
+def test_who_watches_sees_every_product_of_a_direct_chain() -> None:
+    """Also if the watching begins between forward and backward."""
+    module, seen = MODULES["swiglu mlp"](), []
+    x = torch.randn(32, 64).requires_grad_()
+    with watching(lambda a, b: seen.append((str(a.scheme), str(b.scheme)))), casting("current"):
+        module(x).sum().backward()
+    assert len(seen) == 6
+    with casting("current"):
+        y = module(x)
+    with watching(lambda a, b: seen.append((str(a.scheme), str(b.scheme)))):
+        y.sum().backward()
+    assert seen[6:] == seen[2:6]
+
+
+def test_what_is_not_plain_takes_the_general_loops() -> None:
+    def direct_with(module: nn.Module, chosen: recipe.Recipe) -> bool:
+        with ottava.autocast(recipe=chosen):
+            module(torch.randn(32, 64))
+        return chain_of(module).direct
+
+    current = recipe.Float8CurrentScaling()
+    assert direct_with(ottava.Linear(64, 96, device="cpu"), current)
+    assert not direct_with(ottava.Linear(64, 96, recompute="selective", device="cpu"), current)
+    assert not direct_with(ottava.LayerNormLinear(64, 96, return_layernorm_output=True, device="cpu"), current)
+    assert not direct_with(
+        ottava.Linear(64, 96, device="cpu"), recipe.Float8CurrentScaling(backward_override="high_precision")
+    )
+
+
+def test_a_feature_size_is_checked_for_every_recipe_that_comes() -> None:
+    """The check is part of what is resolved once: another recipe has to be checked again."""
+    module, x = ottava.Linear(48, 48, device="cpu"), torch.randn(32, 48)
+    for _ in range(2):
+        with ottava.autocast(recipe=recipe.Float8CurrentScaling()):
+            module(x)
+        with ottava.autocast(recipe=recipe.MXFP8BlockScaling()), pytest.raises(ValueError, match="multiple of 32"):
+            module(x)
+
+
+def calls_above_ops(module: nn.Module, x: Tensor) -> int:
+    """Python calls of a forward, from the module down to the ops but not inside of them."""
+    count, depth = 0, 0
+
+    def look(frame: Any, event: str, arg: Any) -> None:
+        nonlocal count, depth
+        inside = "/kernels/" in frame.f_code.co_filename.replace("\\", "/")
+        if event == "call":
+            depth += inside or depth > 0
+            count += depth == 0
+        elif event == "return":
+            depth -= depth > 0
+
+    with casting("current"):
+        module(x)
+        sys.setprofile(look)
+        try:
+            module(x)
+        finally:
+            sys.setprofile(None)
+    return count
+
+
+def test_a_forward_costs_few_python_calls_beside_its_ops() -> None:
+    """160 before chains were direct. A bar, not a goal: see benchmarks/host_overhead.py for times."""
+    assert calls_above_ops(MODULES["linear"](), torch.randn(32, 64)) < 40
+
+
+def test_the_functions_arguments_are_where_direct_expects_them() -> None:
+    from ottava.nn.core import _ChainFunction
+
+    names = _ChainFunction.forward.__code__.co_varnames[1 : direct.FIRST + 1]
+    assert names[-1] == "h" and len(names) == direct.FIRST
