@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ottava.bench import report
 from ottava.bench.kernels import milliseconds
-from ottava.bench.layer import _count
+from ottava.bench.options import count
 from ottava.kernels import attention as kernel
 from ottava.kernels import attention_backend
 from ottava.kernels.attention_documents import document_attention
@@ -102,8 +102,8 @@ def _inputs(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> list[Ten
     generator = torch.Generator().manual_seed(0)
     small = length <= 1024
     made = []
-    for count in (heads, groups, groups, heads):
-        size = (batch, length, count, channels)
+    for each in (heads, groups, groups, heads):
+        size = (batch, length, each, channels)
         x = torch.randn(*size, generator=generator) if small else torch.randn(*size, device=device)
         made.append(x.to(device, torch.bfloat16).to(dtype))
     return made
@@ -167,8 +167,8 @@ def measure(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument("--shape", choices=list(SHAPES), help="sizes (default 8b; on a CPU tiny)")
-    parser.add_argument("--documents", type=_count, help="also packed documents of this mean length, in tokens")
-    parser.add_argument("--rounds", type=_count, default=20, help="timed calls of each; the median counts (default 20)")
+    parser.add_argument("--documents", type=count, help="also packed documents of this mean length, in tokens")
+    parser.add_argument("--rounds", type=count, default=20, help="timed calls of each; the median counts (default 20)")
     parser.add_argument(
         "--output", type=Path, help="JSON file (default benchmarks/results/attention-DEVICE-SHAPE.json)"
     )

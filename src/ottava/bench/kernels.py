@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ottava.bench import report, timing
 from ottava.bench.gates import GATE_FAILED
-from ottava.bench.layer import _count
+from ottava.bench.options import count
 from ottava.kernels import activation, cast, grid, head_loss, many, norm, residual, rope
 from ottava.optimizers import FusedAdam
 from ottava.quant.scheme import Scheme
@@ -258,7 +258,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rows", default=None, help="rows of the tensors, with commas (default 8192,32768; on a CPU 200)"
     )
     parser.add_argument("--only", default="", help="kernels whose name contains this (default: all)")
-    parser.add_argument("--rounds", type=_count, default=30, help="timed calls of each; the median counts (default 30)")
+    parser.add_argument("--rounds", type=count, default=30, help="timed calls of each; the median counts (default 30)")
     parser.add_argument(
         "--gate", action="store_true", help="exit with 3 if a kernel is below 80%% (65%%) of the copy's rate"
     )
@@ -277,7 +277,7 @@ def run(options: argparse.Namespace) -> int:
         check(case, device)
     rate = copy_rate(2**29 if device == "cuda" else 2**20, options.rounds, device)
     print(f"copy {rate / 1e9:.0f} GB/s\n{'kernel':28}{'rows':>7}{'MB':>8}{'ms':>9}{'GB/s':>8}{'of copy':>9}")
-    results = [measure(case, count, rate, options.rounds, device) for case in chosen for count in rows]
+    results = [measure(case, each, rate, options.rounds, device) for case in chosen for each in rows]
     for row in results:
         print(
             f"{row['kernel']:28}{row['rows']:7}{row['bytes'] / 1e6:8.0f}{row['ms']:9.4f}{row['gb_per_s']:8.0f}{row['share']:9.2f}"
