@@ -33,7 +33,7 @@ from ottava.bench.contenders import (
 )
 from ottava.bench.gates import GATE_FAILED, Gate, judge
 from ottava.bench.gpu_profile import profile_step
-from ottava.bench.layer import _count
+from ottava.bench.options import count
 from ottava.bench.peers import Unavailable
 from ottava.bench.shapes import Workload, override, train_config, workloads
 from ottava.models import LlamaConfig
@@ -201,13 +201,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--all", dest="common", default="", metavar="KEYS", help="keys of `ottava train` for all of ours"
     )
     parser.add_argument(
-        "--visits", type=_count, default=2, help="times that each contender is built and timed (default 2)"
+        "--visits", type=count, default=2, help="times that each contender is built and timed (default 2)"
     )
     parser.add_argument(
-        "--steps", type=_count, default=10, help="timed steps of a visit; the median counts (default 10)"
+        "--steps", type=count, default=10, help="timed steps of a visit; the median counts (default 10)"
     )
     parser.add_argument(
-        "--warmup", type=_count, default=3, help="steps after the checked ones that do not count (default 3)"
+        "--warmup", type=count, default=3, help="steps after the checked ones that do not count (default 3)"
     )
     parser.add_argument(
         "--profile", action="store_true", help="GPU time by kernel and by kind into the JSON, and printed"
