@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -159,6 +161,32 @@ def test_a_bfloat16_gradient_of_a_float32_parameter_is_taken() -> None:
         a.step()
         b.step()
     assert all(torch.equal(p, q) for p, q in zip(params, exact, strict=True))
+
+
+def test_a_step_keeps_no_gradient_alive() -> None:
+    param = nn.Parameter(torch.ones(4))
+    optimizer = FusedAdam([param])
+    for _ in range(2):
+        param.grad = torch.ones(4)
+        held = weakref.ref(param.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        gc.collect()
+        assert held() is None
+
+
+def test_state_and_parameters_in_new_memory_are_found() -> None:
+    params, wanted = parameters(), parameters()
+    a, b = FusedAdam(params, lr=1e-2), FusedAdam(wanted, lr=1e-2)
+    for step in range(4):
+        set_gradients(params, step)
+        set_gradients(wanted, step)
+        if step == 2:
+            params[2].data = params[2].data.clone()
+            a.state[params[3]]["exp_avg"] = a.state[params[3]]["exp_avg"].clone()
+        a.step()
+        b.step()
+    assert all(torch.equal(p, q) for p, q in zip(params, wanted, strict=True))
 
 
 def test_a_factor_clips_as_scaling_the_gradients_does_and_leaves_them() -> None:
