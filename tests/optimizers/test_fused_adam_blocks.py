@@ -121,6 +121,23 @@ def test_small_steps_of_a_bfloat16_parameter_add_up_on_average() -> None:
     assert end(stochastic_rounding=True) == pytest.approx(0.99, abs=5e-4)
 
 
+def test_the_second_moment_drifts_without_stochastic_rounding_and_not_with_it() -> None:
+    """docs/optimizers.md; with beta2 = 0.999 a step changes less than the last digit."""
+
+    def moment(**options: Any) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        param = nn.Parameter(torch.zeros(2, 128))
+        optimizer = FusedAdam([param], lr=0.0, betas=(0.9, 0.999), **options)
+        for _ in range(1500):
+            param.grad = torch.randn(2, 128, generator=generator)
+            optimizer.step()
+        return optimizer.get_unscaled_state(param, "exp_avg_sq")
+
+    exact = moment()
+    nearest, random = ((moment(**BLOCKS, stochastic_rounding=s) / exact).median().item() for s in (False, True))
+    assert abs(random - 1) < 0.05 < 0.1 < abs(nearest - 1)
+
+
 def test_the_same_seed_repeats_and_another_does_not() -> None:
     def run(seed: int) -> list[Tensor]:
         return train(
