@@ -54,8 +54,6 @@ class FusedStep:
             return  # an estimate of memory, of which the kernel needs none
         from ottava.kernels import adam_triton
 
-        for update in (u for _, updates in work for u in updates):
-            update.grad = update.grad.contiguous()
         launches = [
             (group, kind, found) for group, updates in work for kind, found in _kinds(updates, settings.rounds).items()
         ]
@@ -63,8 +61,9 @@ class FusedStep:
         counts: list[int] = []
         rows: list[int] = []
         for group, _, found in launches:
+            shared = _of_group(group)
             for update in found:
-                counts += _count_row(update, group, settings)
+                counts += update.state["step"].data_ptr(), *shared, (settings.seed + GOLDEN * update.number) & MASK
                 rows += _row(update)
         numbers = self._table(counts + rows, device)
         total = len(counts) // adam_triton.COUNT_WIDTH.value
@@ -75,7 +74,7 @@ class FusedStep:
             for group, kind, found in launches:
                 part = slice(first, first + len(found))
                 first += len(found)
-                chunks = self._chunks_of(tuple(_blocks(u) for u in found), device)
+                chunks = self._chunks_of(tuple(u.row[8] for u in found), device)
                 if chunks.shape[0]:
                     adam_triton.step(
                         kind, table[part], chunks, coefficients[part], grad_scale, group, settings.adam_w_mode, settings.rounds
@@ -96,7 +95,11 @@ class FusedStep:
 def _kinds(updates: list[Update], rounds: bool) -> dict[Kind, list[Update]]:
     found: dict[Kind, list[Update]] = {}
     for update in updates:
-        found.setdefault(_kind(update, rounds), []).append(update)
+        if not update.grad.is_contiguous():
+            update.grad = update.grad.contiguous()
+        key = (update.grad.dtype, update.grad.data_ptr() % 16 == 0)
+        kind = update.kinds.get(key) or update.kinds.setdefault(key, _kind(update, rounds))
+        found.setdefault(kind, []).append(update)
     return found
 
 
@@ -142,26 +145,28 @@ def _addresses(update: Update) -> list[int]:
 
 
 def _row(update: Update) -> list[int]:
+    if update.row:
+        update.row[1] = update.grad.data_ptr()
+        return update.row
     scales = [update.state.get(f"{name}_scale_inv") for name in ("exp_avg", "exp_avg_sq")]
     place, param = update.place, update.param
     columns = param.shape[-1] if param.dim() else 1
-    return [
+    update.row = [
         param.numel(), *_addresses(update), *(0 if scale is None else scale.data_ptr() for scale in scales),
         _blocks(update), columns, place.base, place.stride,
     ]  # fmt: skip
+    return update.row
 
 
-def _count_row(update: Update, group: dict[str, Any], settings: Settings) -> list[int]:
+def _of_group(group: dict[str, Any]) -> list[int]:
+    """What the counting kernel needs of a group: where lr is, or lr itself; betas, decay, whether to correct."""
     lr, at = group["lr"], 0
     if isinstance(lr, Tensor) and lr.device.type == "cuda":
         if lr.dtype != torch.float32:
             raise ValueError(f"FusedAdam: lr as a tensor on a GPU must be float32, got {lr.dtype}: use lr.float().")
         at, lr = lr.data_ptr(), 0.0
-    beta1, beta2 = group["betas"]
-    key = (settings.seed + GOLDEN * update.number) & MASK
-    decay = group["weight_decay"]
-    numbers = [_bits(float(x)) for x in (lr, beta1, beta2, decay)]
-    return [update.state["step"].data_ptr(), at, *numbers, int(group["bias_correction"]), key]
+    numbers = [_bits(float(x)) for x in (lr, *group["betas"], group["weight_decay"])]
+    return [at, *numbers, int(group["bias_correction"])]
 
 
 def _bits(number: float) -> int:
