@@ -18,6 +18,11 @@ from torch import Tensor
 from ottava.kernels.launch import Launcher
 
 LOG2E = 1.0 / math.log(2.0)
+_SIZES = (
+    "length",
+    "heads",
+    "share",
+)  # one compiled kernel for all of them: they steer loops, and no load gets wider by knowing them
 
 
 @triton.jit
@@ -70,7 +75,7 @@ def _runs(starts, first, length, ROWS: tl.constexpr, KEYS: tl.constexpr):
     return low, full, diagonal, last
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _forward_kernel(
     q, k, v, out, sums, starts,
     q_batch, q_head, q_step, k_batch, k_head, k_step, v_batch, v_head, v_step, o_batch, o_head, o_step,
@@ -162,7 +167,7 @@ def _forward_kernel(
     tl.store(sums + (batch * heads + head) * length + row, largest + tl.log2(total), mask=row < length)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _delta_kernel(
     out, grad, delta, o_batch, o_head, o_step, g_batch, g_head, g_step, length, heads,
     dim: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
@@ -200,7 +205,7 @@ def _query_blocks(
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _query_kernel(
     q, k, v, grad, sums, deltas, starts, dq,
     q_batch, q_head, q_step, k_batch, k_head, k_step, v_batch, v_head, v_step, g_batch, g_head, g_step,
@@ -324,7 +329,7 @@ def _key_blocks(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _key_kernel(
     q, k, v, grad, sums, deltas, starts, ends, dk, dv,
     q_batch, q_head, q_step, k_batch, k_head, k_step, v_batch, v_head, v_step, g_batch, g_head, g_step,
