@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ottava import torch_private
 from ottava.kernels.cast import Buffers, operand_amax
+from ottava.kernels.registry import plain_functions
 from ottava.nn import weights
 from ottava.nn.columnwise import columnwise_later
 from ottava.nn.construction import ORDER
@@ -253,10 +254,9 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
                     quantized_stage(stage, quantization, gated)
                     for stage, gated in zip(stages, self._gated_stages, strict=True)
                 ]
-        described = tuple(stages)
-        return Chain(
-            described, record, calibrating and record, self.delayed.id, self.groups, direct(described, self.groups)
-        )
+        described, calibrate = tuple(stages), calibrating and record
+        straight = not (calibrate or torch.compiler.is_compiling()) and direct(described, self.groups)
+        return Chain(described, record, calibrate, self.delayed.id, self.groups, straight)
 
     def state(self, scale: Tensor | None) -> DelayedTensors | None:
         """What `run_chain` takes as its state."""
@@ -313,9 +313,10 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
             wanted and is_first_microbatch is None and bool(self.gathered_by_fsdp) and self.freed_after_forward(weight)
         )
         columnwise = wanted and not later and stage.weight.two_copies
-        q = Buffers(*torch.ops.ottava.quantize(weight.detach(), scheme, weight_scale, amax, True, columnwise))
+        ops = torch.ops.ottava if stage.texts is None else plain_functions(weight)
+        q = Buffers(*ops.quantize(weight.detach(), scheme, weight_scale, amax, True, columnwise))
         if stage.delayed and chain.record:
-            torch.ops.ottava.record_amax_(self._delayed_state().fwd_amax_history, q.rowwise_amax, 3 * index + 1, 0)
+            ops.record_amax_(self._delayed_state().fwd_amax_history, q.rowwise_amax, 3 * index + 1, 0)
         if is_first_microbatch:
             self._weight_cache[index] = QuantizedTensor.from_buffers(
                 q, stage.weight, weight.shape, weight.dtype, True, columnwise
