@@ -99,6 +99,8 @@ def apply_updates(
     updates: list[Update], group: dict[str, Any], settings: Settings, grad_scale: Tensor | None = None
 ) -> None:
     """Steps the parameters of one device by the options of `group`. grad_scale: one number, times which gradients are taken."""
+    if grad_scale is not None and bool(grad_scale.isnan()):
+        return
     for batch in _batches(updates):
         work = _working_values(batch)
         grads = _as_float32([u.grad for u in batch])

@@ -251,7 +251,8 @@ class FusedAdam(torch.optim.Optimizer):
         """One step of every parameter that has a gradient; returns the loss of `closure`, which computes the gradients anew.
 
         grad_scale: a tensor of one number, times which gradients are taken; they stay as they are. With the factor of
-        `ottava.distributed.grad_norm_and_scale` gradients are clipped without a pass over them.
+        `ottava.distributed.grad_norm_and_scale` gradients are clipped without a pass over them. NaN: nothing is changed, not even the
+        counts. A GPU decides that itself, and the host need not wait to know whether gradients are finite.
         """
         if grad_scaler is not None:
             raise ValueError(

@@ -69,7 +69,7 @@ class FusedStep:
         total = len(counts) // adam_triton.COUNT_WIDTH.value
         coefficients = torch.empty(total, 4, dtype=torch.float32, device=device)
         with torch.cuda.device(device):
-            adam_triton.count(numbers[: len(counts)].view(total, -1), coefficients)
+            adam_triton.count(numbers[: len(counts)].view(total, -1), coefficients, grad_scale)
             table, first = numbers[len(counts) :].view(total, -1), 0
             for group, kind, found in launches:
                 part = slice(first, first + len(found))
