@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import ottava
+from optimizers.test_left_out_step import left_out
 from ottava import recipe
 from ottava.optimizers import FusedAdam
 from ottava.optimizers.gradient_norm import norm_and_scale
@@ -221,3 +222,7 @@ def test_a_capturable_step_replays_with_a_new_learning_rate() -> None:
     torch.cuda.synchronize()
     torch.testing.assert_close(params[0].detach(), torch.full_like(params[0], 0.25), rtol=1e-5, atol=1e-5)
     assert optimizer.state[params[0]]["step"].item() == 2
+
+
+def test_a_step_whose_scale_is_nan_is_left_out() -> None:
+    left_out("cuda")
