@@ -162,9 +162,10 @@ class Loop:
                 total += self._microbatch(step, part, weight, first)
         self.recorder.write()  # the step before; a GPU has its hands full now
         with self.clock("optimizer"):
-            norm, clipped = clip_gradients(model.module, self.optimizer, self.config.optimizer.clip)
+            length, clipped = clip_gradients(model.module, self.optimizer, self.config.optimizer.clip)
+            mine, norm = torch.stack([total, length.to(total)]).tolist()  # the one wait of a step
         self.watchdog.beat(step, "agreement")
-        loss_sum, stops = self.world.sum([total.item(), float(self.stop.requested)])
+        loss_sum, stops = self.world.sum([mine, float(self.stop.requested)])
         replicas = self.world.size / model.meshes.dp_size  # tp ranks have the same tokens, each a loss of them
         return Step(loss_sum / replicas / tokens, norm, stops > 0, clipped)
 
