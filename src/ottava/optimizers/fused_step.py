@@ -20,6 +20,7 @@ from ottava.kernels.random_bits import GOLDEN, MASK
 from ottava.kernels.registry import has_triton
 from ottava.kernels.upload import Upload
 from ottava.optimizers.masters import has_bytes_only
+from ottava.quant.weight import Weight
 
 if TYPE_CHECKING:
     from ottava.kernels.adam_triton import Kind
@@ -79,8 +80,7 @@ class FusedStep:
                     adam_triton.step(
                         kind, table[part], chunks, coefficients[part], grad_scale, group, settings.adam_w_mode, settings.rounds
                     )  # fmt: skip
-        # The kernel writes behind torch's back: whoever compares versions (FP8 copies of weights, autograd) has to see it.
-        torch.autograd.graph.increment_version(list(_written(u for _, _, found in launches for u in found)))
+        mark_written(u for _, _, found in launches for u in found)
 
     def _chunks_of(self, blocks: tuple[int, ...], device: torch.device) -> Tensor:
         """int32 [c, 2]: (tensor, number of a chunk in it)."""
@@ -174,8 +174,13 @@ def _bits(number: float) -> int:
     return struct.unpack("<q", struct.pack("<d", number))[0]
 
 
-def _written(updates: Iterable[Update]) -> Iterable[Tensor]:
+def mark_written(updates: Iterable[Update]) -> None:
+    """The kernel writes behind torch's back: autograd has to see it, and whoever keeps FP8 copies of weights that were just changed."""
+    tensors: list[Tensor] = []
     for update in updates:
-        yield from update.state.values()
+        tensors += update.state.values()
         if not has_bytes_only(update.param):
-            yield update.working
+            tensors.append(update.working)
+        if isinstance(update.param, Weight):
+            update.param.memory.made_from = {}  # an alias of a weight has a version of its own; its memory is shared
+    torch.autograd.graph.increment_version(tensors)
