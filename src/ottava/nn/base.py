@@ -145,17 +145,17 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
         if len(names) == 1:
             one = self._parameters.get(names[0])  # past `__getattr__`, which is Python
             return one if type(one) is nn.Parameter else local(getattr(self, names[0]))
-        plain = list(map(self._parameters.get, names))
-        if all(map(_is_plain, plain)) and not torch.compiler.is_compiling() and not torch.jit.is_tracing():
-            return _join(plain)
+        traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        if not traced:
+            plain = [self._parameters.get(name) for name in names]
+            if all(map(_is_plain, plain)):
+                return _join(plain)
         tensors: list[Any] = [local(getattr(self, name)) for name in names]
         if one_matrix(tensors):
             return as_one_matrix(tensors)
         if all(isinstance(t, QuantizedTensor) and t.stored_quantized for t in tensors):
             return torch.cat([t.dequantize() for t in tensors])  # somebody has put parts of several matrices together
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():
-            return torch.cat(tensors)
-        return _join(tensors)
+        return torch.cat(tensors) if traced else _join(tensors)
 
     # ------------------------------------------------------------------------------------------------- delayed-scaling state
 
