@@ -103,7 +103,7 @@ def suppress_launches() -> None:
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     library = torch.library.Library(registry.NAMESPACE, "IMPL")
     for name, function in vars(registry.FUNCTIONS["cuda"]).items():
-        library.impl(name, function, "CPU")
+        library.impl(name, registry.without_gradients(function), "CPU")
     registry.FUNCTIONS["cpu"] = registry.FUNCTIONS["cuda"]
     _KEPT.append(library)
 

@@ -43,13 +43,11 @@ def define(
     """
     schema = torch.library.infer_schema(reference, op_name=name, mutates_args=mutates)
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    function = without_gradients(reference)
-    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    setattr(FUNCTIONS["cpu"], name, function)
+    _LIBRARY.impl(name, without_gradients(reference), "CompositeExplicitAutograd")
     if cuda is not None and has_triton():
-        function = cuda if cuda_launches else without_gradients(cuda)
-        _LIBRARY.impl(name, function, "CUDA")
-    setattr(FUNCTIONS["cuda"], name, function)
+        _LIBRARY.impl(name, cuda if cuda_launches else without_gradients(cuda), "CUDA")
+    setattr(FUNCTIONS["cpu"], name, reference)
+    setattr(FUNCTIONS["cuda"], name, cuda if cuda is not None and has_triton() else reference)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     op = getattr(torch.ops.ottava, name).default
     for device in ("CPU", "CUDA"):
@@ -58,8 +56,8 @@ def define(
 
 
 def plain_functions(x: Tensor) -> Any:
-    """What has the ops as attributes, to be called on tensors like x inside of an autograd Function: the functions themselves where
-    nobody wants to see the ops, `torch.ops.ottava` elsewhere.
+    """What has the ops as attributes, to be called on tensors like x: the functions themselves where nobody wants to see the ops,
+    `torch.ops.ottava` elsewhere. For where autograd records nothing: inside of a Function, or with detached tensors.
 
     The dispatcher's way into Python and back takes about 10 us a call, more than a prepared launch.
     """

@@ -52,9 +52,10 @@ def forward(ctx: Any, chain: Chain, accumulators: Any, keep: bool, h: Tensor, fl
             continue
         scheme, weight_scheme, _, _ = stage.texts
         scale = mean = rstd = None
+        place = 0
         if stage.delayed:
-            first = input_column(number)
-            scale = fwd_scale[first : first + 1]
+            place = input_column(number)
+            scale = fwd_scale[place : place + 1]
         if stage.norm is not None:
             norm, amax = stage.norm, None
             wants_amax = scale is None and stage.input.per_tensor  # type: ignore[union-attr]
@@ -71,7 +72,7 @@ def forward(ctx: Any, chain: Chain, accumulators: Any, keep: bool, h: Tensor, fl
         held = copies[:3] if copies[3] is None else copies[3:]  # backward transposes where there is one copy
         saved += (source, gamma, beta, mean, rstd, *operand, *held)
         if stage.delayed and chain.record:
-            ops.record_amax_(fwd_history, data_amax, input_column(number), 0)
+            ops.record_amax_(fwd_history, data_amax, place, 0)
         h = ops.scaled_mm(
             data, data_scale, data_amax, row, row_scale, row_amax, scheme, weight_scheme, bias, h.dtype, stage.split_fprop
         )  # fmt: skip
