@@ -129,7 +129,7 @@ def keep_whole(
 
         model.register_forward_pre_hook(enter)
         model.register_forward_hook(leave, always_call=True)
-    return _follow(model, recipe, GatherPlan(reshard_after_forward=False))
+    return _follow(model, recipe, GatherPlan(reshard_after_forward=False, whole=True))
 
 
 def _follow(model: nn.Module, recipe: Recipe | None, wire: GatherPlan) -> nn.Module:
@@ -147,13 +147,16 @@ def _follow(model: nn.Module, recipe: Recipe | None, wire: GatherPlan) -> nn.Mod
 class GatherPlan:
     """What travels for one sharded model: the recipe of its bytes, and when they were made."""
 
-    def __init__(self, reshard_after_forward: bool) -> None:
-        self.reshard_after_forward = reshard_after_forward
+    def __init__(self, reshard_after_forward: bool, whole: bool = False) -> None:
+        self.reshard_after_forward, self.whole = reshard_after_forward, whole
+        """whole: no other rank has a part, and weights that were changed by hand are noticed. (FSDP2 refuses to gather them.)"""
         self.recipe: Recipe | None = None
         self.refused: Recipe | None = None
         """A recipe whose bytes cannot travel."""
         self.made_at = -1
         """`_STEPS` when the copies were renewed."""
+        self.weights: list[Weight] = []
+        """Those that were renewed then."""
 
     def take_recipe(self, model: nn.Module, recipe: Recipe) -> None:
         """Makes the weights travel as bytes of `recipe`. `refresh` has to follow."""
@@ -199,13 +202,8 @@ def _before_forward(model: nn.Module, args: Any) -> None:
             warn_once(f"ottava: weights travel in high precision. {error}")
             return
         refresh(model)
-    elif wire.recipe is not None and (wire.made_at != _STEPS[0] or _changed_here(model)):
+    elif wire.recipe is not None and (wire.made_at != _STEPS[0] or (wire.whole and not all(map(fresh, wire.weights)))):
         refresh(model)
-
-
-def _changed_here(model: nn.Module) -> bool:
-    """Whether masters that no other rank has a part of were changed by hand. (FSDP2 refuses to gather what others may have.)"""
-    return not isinstance(model, FSDPModule) and any(not fresh(weight) for weight in _mastered(model))
 
 
 def reshard(model: nn.Module) -> None:
@@ -227,10 +225,10 @@ def refresh(model: nn.Module) -> None:
         >>> refresh(model)
     """
     reshard(model)  # what is gathered now holds the old bytes
+    weights = list(_mastered(model))
     for module in model.modules():
         if module in _PLANS:
-            _PLANS[module].made_at = _STEPS[0]
-    weights = list(_mastered(model))
+            _PLANS[module].made_at, _PLANS[module].weights = _STEPS[0], weights
     for weight in weights:
         if weight.is_meta:
             raise ValueError(

@@ -188,6 +188,18 @@ class Weight(QuantizedTensor):
         transposed = name.startswith(COLUMNWISE) and not self.scheme.two_copies and self.memory.group.needs_columnwise
         return _transposed_part(self, name) if transposed else self._parts.get(name)
 
+    def operand(self, direction: str) -> tuple[Tensor, Tensor, Tensor]:
+        """(data, scale_inv, amax) of one direction. Asked in every forward: where the rowwise copy is there, it is asked for once."""
+        parts = (
+            self._parts
+            if direction == ROWWISE and (self._gather is None or self._gather.direction != COLUMNWISE)
+            else {}
+        )
+        if "rowwise_data" not in parts:
+            return super().operand(direction)
+        data, amax = parts["rowwise_data"], parts.get("rowwise_amax")
+        return data, parts["rowwise_scale_inv"], data.new_empty(0, dtype=torch.float32) if amax is None else amax
+
     def _values(self, dtype: torch.dtype | None = None) -> Tensor:
         if self.master is not None:
             return self.master if dtype is None else self.master.to(dtype)
@@ -429,10 +441,16 @@ def upright(columnwise: Tensor, scheme: Scheme) -> Tensor:
     return columnwise.t() if scheme.elements_per_byte == 1 else torch.ops.ottava.transpose(columnwise, str(scheme))
 
 
-def _versions(group: ScaleGroup) -> tuple:
-    """Changes when bytes or scales do, also where somebody (DCP) writes into them."""
-    tensors = [t for part in group.parts for t in part.tensors()]
-    return tuple((id(t), 0 if t.is_inference() else t._version) for t in tensors)
+def _versions(group: ScaleGroup) -> list[int]:
+    """Changes when bytes or scales do, also where somebody (DCP) writes into them. Asked in every forward."""
+    found: list[int] = []
+    for part in group.parts:
+        for tensors in (part.data, part._scales, group.grids):
+            for t in tensors.values():
+                found += (id(t), 0 if t.is_inference() else t._version)
+    for t in (group.amax, group.scale_inv):
+        found += (id(t), 0 if t.is_inference() else t._version)
+    return found
 
 
 def _whole_parts(memory: WeightMemory) -> dict[str, Tensor]:
