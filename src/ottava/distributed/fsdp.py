@@ -31,6 +31,7 @@ from ottava import torch_private
 from ottava.distributed.collectives import FixedOrderReduceScatter
 from ottava.distributed.recompute import layers_of
 from ottava.nn.base import QuantizedModule
+from ottava.nn.precision import multiply_in
 from ottava.nn.strategy import like_dtensor
 from ottava.notices import warn_once
 from ottava.quant.quantization import Quantization
@@ -117,18 +118,7 @@ def keep_whole(
     _check_meshes(model, mesh, weight_mesh)
     _give_masters(model, None)
     _bind(model, mesh, weight_mesh, ())
-    if dtype is not None and dtype != torch.float32:
-        contexts: list[torch.autocast] = []
-
-        def enter(*_: Any) -> None:
-            contexts.append(torch.autocast(mesh.device_type, dtype))
-            contexts[-1].__enter__()
-
-        def leave(*_: Any) -> None:
-            contexts.pop().__exit__(None, None, None)
-
-        model.register_forward_pre_hook(enter)
-        model.register_forward_hook(leave, always_call=True)
+    multiply_in(model, mesh.device_type, dtype)
     return _follow(model, recipe, GatherPlan(reshard_after_forward=False, whole=True))
 
 
