@@ -72,13 +72,32 @@ def test_transforms_active() -> None:
     assert seen == [True]
 
 
-def test_current_device_and_stream_answer_where_there_is_no_gpu() -> None:
-    if not torch.cuda.is_available():
-        assert torch_private.current_device() == torch_private.current_stream(0) == -1
-    else:
+def test_nobody_intercepts_notices_who_does() -> None:
+    from torch.overrides import TorchFunctionMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    assert torch_private.nobody_intercepts()
+    with FlopCounterMode(display=False):
+        assert not torch_private.nobody_intercepts()
+    with TorchFunctionMode():
+        assert not torch_private.nobody_intercepts()
+    with torch.profiler.profile():
+        assert not torch_private.nobody_intercepts()
+    with torch_private.fake_mode():
+        assert not torch_private.nobody_intercepts()
+    seen = []
+    torch.func.vmap(lambda x: seen.append(torch_private.nobody_intercepts()) or x)(torch.ones(2))
+    torch.jit.trace(lambda x: seen.append(torch_private.nobody_intercepts()) or x + 1, torch.ones(2), check_trace=False)
+    assert not any(seen) and torch_private.nobody_intercepts()
+
+
+def test_current_device_and_stream_are_those_of_torch_cuda() -> None:
+    if torch.cuda.is_available():
         torch.cuda.init()
         assert torch_private.current_device() == torch.cuda.current_device()
         assert torch_private.current_stream(0) == torch.cuda.current_stream(0).cuda_stream
+    elif torch.version.cuda is None:
+        assert torch_private.current_device() == torch_private.current_stream(0) == -1
 
 
 def test_scaled_mm_is_that_of_functional() -> None:
@@ -189,6 +208,8 @@ def test_local_box_of_a_shard() -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         part = distribute_tensor(torch.zeros(8, 6), mesh, [Shard(0), Shard(1)], src_data_rank=None)
         assert torch_private.local_box(part) == ((4, 3), (0, 3))
+        with torch_private.fake_mode():
+            assert torch_private.local_box(part) == ((4, 3), (0, 3))
         assert torch_private.local_tensor(part).shape == (4, 3)
         assert torch_private.local_tensor(part) is torch_private.local_tensor(part)
     finally:
@@ -372,6 +393,9 @@ def test_every_function_is_tested_here() -> None:
     }
     tested = {
         "bare_apply",
+        "nobody_intercepts",
+        "tree_flatten",
+        "tree_unflatten",
         "scaled_mm",
         "_no_gpu",
         "current_device",

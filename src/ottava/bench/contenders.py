@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any, NamedTuple
 
 import torch
@@ -95,8 +96,6 @@ def open_contender(name: str, overrides: str | None, setting: Setting) -> Iterat
 @contextmanager
 def _ours(name: str, overrides: str, setting: Setting) -> Iterator[Contender]:
     """The trainer's own loop, step by step."""
-    from tempfile import mkdtemp
-
     config = override(setting.config, overrides)
     run = mkdtemp(prefix="run-", dir=setting.folder)
     config = replace(config, train=replace(config.train, run=run))
