@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,18 @@ RECIPES: dict[str, Any] = {
 }
 HIDDEN = 256
 KIND: dict[str, Any] = {"device": "cuda", "params_dtype": torch.bfloat16}
+
+
+@pytest.fixture
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels that give the same bits every time, so that a difference is one of the graphs."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
 def _make(kind: str) -> torch.nn.Module:
@@ -75,6 +88,7 @@ def _differences(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 @pytest.mark.parametrize("caching", [False, True], ids=["no cache", "cache"])
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("kind", ["linear", "mlp", "layer"])
+@pytest.mark.usefixtures("deterministic")
 def test_graphed_modules_train_to_the_same_bits(kind: str, name: str, caching: bool) -> None:
     chosen = RECIPES[name]
     module = _make(kind)
@@ -89,6 +103,7 @@ def test_graphed_modules_train_to_the_same_bits(kind: str, name: str, caching: b
     assert _differences(_train(graphed, chosen, caching), expected) == []
 
 
+@pytest.mark.usefixtures("deterministic")
 def test_several_modules_and_stored_weights() -> None:
     chosen = RECIPES["current"]
     torch.manual_seed(0)
@@ -113,6 +128,7 @@ def test_several_modules_and_stored_weights() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.usefixtures("deterministic")
 def test_dropout_draws_the_same_numbers() -> None:
     layer = ottava.TransformerLayer(HIDDEN, 2 * HIDDEN, 4, hidden_dropout=0.1, attention_dropout=0.0, **KIND)
     plain = copy.deepcopy(layer)
@@ -155,6 +171,7 @@ def _run(config: Any) -> tuple[list[float], dict[str, torch.Tensor], Any]:
     return [line["loss"] for line in lines(config)], state, replays
 
 
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("case", CASES)
 def test_a_graphed_run_has_the_losses_of_the_run_without(case: str, tmp_path: Path) -> None:
     sections: dict[str, Any] = {

@@ -184,6 +184,11 @@ def test_what_is_not_offered_raises(options: dict[str, Any], said: str, monkeypa
         ottava.make_graphed_callables(torch.nn.Linear(2, 2), (torch.ones(1, 2),), **options)
 
 
+def test_casts_that_torch_keeps_are_not_recorded() -> None:
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="cache_enabled=False"):
+        graph_modules(_make("linear"), (torch.randn(8, HIDDEN),), None, _Options(), Rerun())
+
+
 def test_without_a_gpu_it_says_so() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="needs a CUDA device"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ottava.nn.base import QuantizedModule
 from ottava.nn.weights import held
@@ -39,7 +39,7 @@ class Addresses:
         found = []
         for slots, name in self._slots:
             tensor = slots.get(name)
-            if type(tensor) is nn.Parameter:
+            if type(tensor) is nn.Parameter or type(tensor) is Tensor:
                 found.append(tensor.data_ptr())
                 continue
             local = None if tensor is None else held(tensor)

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from ottava import torch_private
 from ottava.graphs.addresses import Addresses, weight_copies
 from ottava.graphs.recorder import CudaRecorder, Recorder, Replay
+from ottava.notices import warn_once
 from ottava.quant.delayed import (
     BUFFERS,
     DelayedState,
@@ -151,6 +151,11 @@ def graph_modules(
     modules: Any, sample_args: Any, sample_kwargs: Any, options: _Options, recorder: Recorder, hooks: Any = None
 ) -> Any:
     """`make_graphed_callables` with any recorder."""
+    if any(torch.is_autocast_enabled(kind) for kind in ("cuda", "cpu")) and torch.is_autocast_cache_enabled():
+        raise ValueError(
+            "make_graphed_callables inside of torch.autocast, which keeps casts of parameters: a graph would read those of now for ever. "
+            "Call it outside, or with torch.autocast(..., cache_enabled=False)."
+        )
     several = isinstance(modules, tuple)
     chosen: tuple[nn.Module, ...] = modules if several else (modules,)
     arguments = sample_args if several else (sample_args,)
@@ -198,6 +203,8 @@ def _warm_up(graphed: list[_GraphedModule], options: _Options, recorder: Recorde
 
 def _check_module(module: Any, hooks: dict[str, dict] | None) -> None:
     """Names what cannot be recorded."""
+    from torch.distributed.fsdp import FSDPModule  # takes half a second, which `import ottava` does not have
+
     if not isinstance(module, nn.Module):
         raise ValueError(f"make_graphed_callables takes modules, got {type(module).__name__}: wrap it in one.")
     who = f"make_graphed_callables: {type(module).__name__}"
@@ -277,6 +284,11 @@ class _GraphedModule:
         module = self.module
         eager = module.training != self.training or torch.is_grad_enabled() != self.training
         if eager or torch_private.inside_backward() or torch.compiler.is_compiling():
+            if not (module.training or self.training):
+                warn_once(
+                    f"ottava: a {type(module).__name__} that was graphed for evaluation runs without its graph where gradients are on: use "
+                    "torch.no_grad()."
+                )
             return self.eager(*args, **kwargs)
         one = self.variants[self._first(kwargs)]
         given = self._given(args, kwargs)

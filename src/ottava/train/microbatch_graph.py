@@ -138,6 +138,8 @@ class MicrobatchGraphs:
                 Addresses(self._model.module),
                 [self._copies, weight_copies(self._model.module)],
             )
+            # To add out of place would leave the sums in tensors that nobody looks at.
+            assert all(parameter.grad is gradient for parameter, gradient in self._gradients if adds)
         loss, *gradients = replay()
         if not adds:
             if not self._gradients:
