@@ -129,6 +129,18 @@ def test_several_modules_and_stored_weights() -> None:
 
 
 @pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize(
+    "chosen", [recipe.MXFP8BlockScaling(), recipe.NVFP4BlockScaling(disable_stochastic_rounding=True)]
+)
+def test_emulated_recipes_can_be_recorded(chosen: Any) -> None:
+    module = _make("linear")
+    plain = copy.deepcopy(module)
+    sample = torch.randn(128, 3, HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    ottava.make_graphed_callables(module, (sample,), enabled=True, recipe=chosen)
+    assert _differences(_train(module, chosen, False), _train(plain, chosen, False)) == []
+
+
+@pytest.mark.usefixtures("deterministic")
 def test_dropout_draws_the_same_numbers() -> None:
     layer = ottava.TransformerLayer(HIDDEN, 2 * HIDDEN, 4, hidden_dropout=0.1, attention_dropout=0.0, **KIND)
     plain = copy.deepcopy(layer)
