@@ -128,7 +128,7 @@ def _follow(model: nn.Module, recipe: Recipe | None, wire: GatherPlan) -> nn.Mod
     if recipe is not None:
         wire.take_recipe(model, recipe)
     model.register_load_state_dict_post_hook(lambda module, keys: refresh(module))
-    model.register_forward_pre_hook(_before_forward, prepend=True)
+    model.register_forward_pre_hook(before_forward, prepend=True)
     if recipe is not None and not any(weight.is_meta for weight in _mastered(model)):
         refresh(model)
     return model
@@ -171,12 +171,12 @@ def _count_step(*_: Any) -> None:
 register_optimizer_step_pre_hook(_count_step)
 
 
-def _before_forward(model: nn.Module, args: Any) -> None:
+def before_forward(model: nn.Module, args: Any) -> None:
     """Before the root gathers anything: what `autocast` asks for now, and bytes of the masters as they are now.
 
     Every rank decides alike: by the recipe in force and by optimizer steps, never by looking at its own shard.
     """
-    if torch.compiler.is_compiling() or torch_private.inside_backward():
+    if torch.compiler.is_compiling() or torch_private.inside_backward() or model not in _PLANS:
         return
     wire = _PLANS[model]
     wanted = None if CURRENT.calibrating else CURRENT.recipe

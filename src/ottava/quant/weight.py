@@ -42,10 +42,11 @@ from ottava.quant.weight_memory import (
     WeightMemory,
     in_gemm_layout,
     joined_scale_inv,
+    written_over,
 )
 from ottava.quant.weight_renew import renew
 
-__all__ = ["State", "Weight", "as_one_matrix", "join_parts", "link_parts", "one_matrix", "upright"]
+__all__ = ["State", "Weight", "as_one_matrix", "join_parts", "link_parts", "one_matrix", "tensors_of", "upright"]
 
 aten = torch.ops.aten
 
@@ -405,6 +406,8 @@ def _quantize_whole(memory: WeightMemory, values: Tensor) -> None:
     buffers = torch.ops.ottava.quantize(values, str(memory.scheme), None, None, True, columnwise)
     q = QuantizedTensor.from_buffers(buffers, memory.scheme, values.shape, values.dtype, True, columnwise)
     parts = {name: tensor for name, tensor in q._parts.items() if tensor.numel() or name.endswith("_data")}
+    if memory.group.operands is not None:
+        parts = _in_place_of(memory.group.operands[1], parts)
     _take_buffers(memory, parts)
     memory.group.operands = (_versions(memory.group), parts)
 
@@ -472,9 +475,12 @@ def _whole_parts(memory: WeightMemory) -> dict[str, Tensor]:
 
 
 def operands(group: ScaleGroup) -> dict[str, Tensor]:
-    """Both directions of the units of all parts as one matrix, as a GEMM takes them; kept until bytes or scales change."""
+    """Both directions of the units of all parts as one matrix, as a GEMM takes them; made again, in the same memory, when bytes or
+    scales change."""
     if group.operands is None or group.operands[0] != _versions(group):
-        made = _make_operands(group)
+        made = (
+            _make_operands(group) if group.operands is None else _in_place_of(group.operands[1], _make_operands(group))
+        )
         first = 0
         for part in group.parts:  # one memory for the parts and the whole
             rows = part.place.unit[0]
@@ -492,6 +498,12 @@ def _make_operands(group: ScaleGroup) -> dict[str, Tensor]:
 
     def joined(direction: str) -> Tensor:
         data = [part.data[direction] for part in parts]
+        if (
+            direction == ROWWISE
+            and group.operands is not None
+            and _are_rows_of(group.operands[1]["rowwise_data"], data)
+        ):
+            return group.operands[1]["rowwise_data"]
         return data[0] if len(data) == 1 else torch.cat(data)
 
     made = {"rowwise_data": joined(ROWWISE).contiguous()}
@@ -499,6 +511,30 @@ def _make_operands(group: ScaleGroup) -> dict[str, Tensor]:
     if group.keeps_columnwise:
         made["columnwise_data"] = torch.ops.ottava.transpose(joined(COLUMNWISE), str(scheme))
     return made
+
+
+def _are_rows_of(whole: Tensor, parts: Sequence[Tensor]) -> bool:
+    """Whether parts are all the rows of `whole`, in order and in its memory."""
+    if torch_private.is_fake(whole) or whole.is_meta or sum(part.shape[0] for part in parts) != whole.shape[0]:
+        return False
+    address = whole.data_ptr()
+    for part in parts:
+        if part.data_ptr() != address or part.stride() != whole.stride() or part.device != whole.device:
+            return False
+        address += part.shape[0] * whole.stride(0) * whole.element_size()
+    return True
+
+
+def _in_place_of(old: dict[str, Tensor], new: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`new` in the memory of `old`, where a CUDA graph may read it."""
+    return dict(zip(new, written_over([old.get(name) for name in new], list(new.values())), strict=True))
+
+
+def tensors_of(weight: Weight) -> list[Tensor]:
+    """What a forward of this weight reads: the values that it has in high precision, and what a GEMM takes, made if it is not there."""
+    held = [] if weight.master is None else [weight.master]
+    whole = weight.state is State.WHOLE and weight.memory.quantized and bool(weight.memory.data)
+    return held + (list(operands(weight.memory.group).values()) if whole else [])
 
 
 def _joined_scales(group: ScaleGroup, directions: Sequence[str]) -> dict[str, Tensor]:
