@@ -65,13 +65,32 @@ def test_transforms_active() -> None:
     assert seen == [True]
 
 
-def test_current_device_and_stream_answer_where_there_is_no_gpu() -> None:
-    if not torch.cuda.is_available():
-        assert torch_private.current_device() == torch_private.current_stream(0) == -1
-    else:
+def test_nobody_intercepts_notices_who_does() -> None:
+    from torch.overrides import TorchFunctionMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    assert torch_private.nobody_intercepts()
+    with FlopCounterMode(display=False):
+        assert not torch_private.nobody_intercepts()
+    with TorchFunctionMode():
+        assert not torch_private.nobody_intercepts()
+    with torch.profiler.profile():
+        assert not torch_private.nobody_intercepts()
+    with torch_private.fake_mode():
+        assert not torch_private.nobody_intercepts()
+    seen = []
+    torch.func.vmap(lambda x: seen.append(torch_private.nobody_intercepts()) or x)(torch.ones(2))
+    torch.jit.trace(lambda x: seen.append(torch_private.nobody_intercepts()) or x + 1, torch.ones(2), check_trace=False)
+    assert not any(seen) and torch_private.nobody_intercepts()
+
+
+def test_current_device_and_stream_are_those_of_torch_cuda() -> None:
+    if torch.cuda.is_available():
         torch.cuda.init()
         assert torch_private.current_device() == torch.cuda.current_device()
         assert torch_private.current_stream(0) == torch.cuda.current_stream(0).cuda_stream
+    elif torch.version.cuda is None:
+        assert torch_private.current_device() == torch_private.current_stream(0) == -1
 
 
 def test_scaled_mm_is_that_of_functional() -> None:
@@ -367,6 +386,7 @@ def test_every_function_is_tested_here() -> None:
     }
     tested = {
         "bare_apply",
+        "nobody_intercepts",
         "scaled_mm",
         "_no_gpu",
         "current_device",

@@ -72,6 +72,18 @@ def bare_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
+def nobody_intercepts() -> bool:
+    """Whether ops go straight to their device's version: no mode (fake tensors, counters, selective checkpoints), no transform of
+    `torch.func`, no tracer, no profiler."""
+    return not (
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._is_tracing()
+        or torch._C._autograd._profiler_enabled()
+    )
+
+
 def backward_id() -> int:
     """Identity of the backward pass that this thread runs now; -1 outside of one."""
     return torch._C._current_graph_task_id()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ottava.kernels.block_moment import decode, encode, scale_shape
+from ottava.kernels.block_moment import decode, encode, scale_shape, scales_at
 from ottava.kernels.random_bits import random_bits, step_key
 
 SHAPES = [(1, 1), (3, 5), (2, 128), (5, 300), (2, 3, 130), (0, 4)]
@@ -43,6 +43,14 @@ def test_a_block_does_not_see_its_neighbours() -> None:
     alone = encode(x[:, 128:].contiguous(), False)
     together = encode(x, False)
     assert torch.equal(together[0][:, 128:], alone[0]) and torch.equal(together[1][:, 1:], alone[1])
+
+
+def test_scales_have_a_place_where_no_block_is_cut() -> None:
+    assert scales_at(((4, 256), (4, 256)), (8, 512), (4, 2)) == (4, 2)
+    assert scales_at(((0, 256), (8, 44)), (8, 300), (8, 1)) == (0, 2)  # the last block is short in the whole, too
+    assert scales_at(((0, 0), (8, 44)), (8, 300), (8, 1)) is None
+    assert scales_at(((0, 64), (8, 128)), (8, 512), (8, 1)) is None
+    assert scales_at(((0, 0), (8, 128)), (8, 512), (8, 2)) is None
 
 
 def test_a_positive_root_never_becomes_zero_and_zero_stays() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -119,6 +121,23 @@ def test_small_steps_of_a_bfloat16_parameter_add_up_on_average() -> None:
     assert end(stochastic_rounding=True) == pytest.approx(0.99, abs=5e-4)
 
 
+def test_the_second_moment_drifts_without_stochastic_rounding_and_not_with_it() -> None:
+    """docs/optimizers.md; with beta2 = 0.999 a step changes less than the last digit."""
+
+    def moment(**options: Any) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        param = nn.Parameter(torch.zeros(2, 128))
+        optimizer = FusedAdam([param], lr=0.0, betas=(0.9, 0.999), **options)
+        for _ in range(1500):
+            param.grad = torch.randn(2, 128, generator=generator)
+            optimizer.step()
+        return optimizer.get_unscaled_state(param, "exp_avg_sq")
+
+    exact = moment()
+    nearest, random = ((moment(**BLOCKS, stochastic_rounding=s) / exact).median().item() for s in (False, True))
+    assert abs(random - 1) < 0.05 < 0.1 < abs(nearest - 1)
+
+
 def test_the_same_seed_repeats_and_another_does_not() -> None:
     def run(seed: int) -> list[Tensor]:
         return train(
@@ -159,6 +178,32 @@ def test_a_bfloat16_gradient_of_a_float32_parameter_is_taken() -> None:
         a.step()
         b.step()
     assert all(torch.equal(p, q) for p, q in zip(params, exact, strict=True))
+
+
+def test_a_step_keeps_no_gradient_alive() -> None:
+    param = nn.Parameter(torch.ones(4))
+    optimizer = FusedAdam([param])
+    for _ in range(2):
+        param.grad = torch.ones(4)
+        held = weakref.ref(param.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        gc.collect()
+        assert held() is None
+
+
+def test_state_and_parameters_in_new_memory_are_found() -> None:
+    params, wanted = parameters(), parameters()
+    a, b = FusedAdam(params, lr=1e-2), FusedAdam(wanted, lr=1e-2)
+    for step in range(4):
+        set_gradients(params, step)
+        set_gradients(wanted, step)
+        if step == 2:
+            params[2].data = params[2].data.clone()
+            a.state[params[3]]["exp_avg"] = a.state[params[3]]["exp_avg"].clone()
+        a.step()
+        b.step()
+    assert all(torch.equal(p, q) for p, q in zip(params, wanted, strict=True))
 
 
 def test_a_factor_clips_as_scaling_the_gradients_does_and_leaves_them() -> None:

@@ -24,8 +24,7 @@ from ottava.kernels import attention as kernel
 from ottava.kernels import attention_backend
 from ottava.kernels.attention_documents import document_attention
 from ottava.kernels.attention_packed import packed_attention
-from ottava.nn.attention_documents import document_bounds
-from ottava.train.data import cumulative_lengths
+from ottava.nn.attention_documents import PackedDocuments, document_bounds
 
 SHAPES = {"8b": (1, 8192, 32, 8, 128), "1b": (4, 4096, 32, 8, 64), "tiny": (1, 64, 4, 2, 32)}
 """batch, sequence, heads, key and value heads, channels."""
@@ -60,8 +59,9 @@ def peers() -> dict[str, SDPBackend]:
 def packed(name: str, documents: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Attention within documents [b, s] by backend: "flash", "flash4", or "triton", which takes bounds in place of lengths."""
     starts, ends = document_bounds(documents)
-    lengths = cumulative_lengths(documents)
-    longest = int(lengths.diff().max())
+    known = PackedDocuments(documents.cpu(), documents.device)
+    assert known.cu_seqlens is not None and known.longest is not None
+    lengths, longest = known.cu_seqlens, known.longest
 
     def by_bounds(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return document_attention(q, k, v, starts, ends, scale=q.shape[-1] ** -0.5, batch_first=True)

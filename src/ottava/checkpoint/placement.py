@@ -30,7 +30,7 @@ from ottava import torch_private
 from ottava.checkpoint.boxes import Box, Former, Index, Part
 from ottava.distributed.vocabulary import VocabParallelEmbedding, VocabParallelHead
 from ottava.distributed.whole import layout_of
-from ottava.kernels.block_moment import BLOCK, scale_shape
+from ottava.kernels.block_moment import scale_shape, scales_at
 from ottava.nn.initialize import WRAPPERS
 from ottava.quant.weight import Weight
 from ottava.quant.weight_memory import COLUMNWISE, WeightMemory, blocks_of
@@ -95,8 +95,12 @@ class Placed:
         local = torch_private.local_tensor(value) if isinstance(value, DTensor) else value
         if local.shape == self.local.shape:
             return self.part(local, f".{key}")
-        if key.endswith("_scale_inv") and local.dim() > 1 and (place := self._place_of_scales(local)):
-            return Part(scale_shape(self.shape), local.dtype, ((place, local),))
+        if (
+            len(self.boxes) == 1
+            and local.dim() > 1
+            and (at := scales_at(self.boxes[0], self.shape, tuple(local.shape)))
+        ):
+            return Part(scale_shape(self.shape), local.dtype, ((at, local),))
         if local.numel() != 1 or (key != "step" and self.local.numel() != math.prod(self.shape)):
             raise ValueError(
                 f"The optimizer's {key!r} of {self.name} has shape {tuple(local.shape)} where the parameter has "
@@ -107,14 +111,6 @@ class Placed:
         counts = self.local.numel() > 0 or math.prod(self.shape) == 0
         former = Former(f"{self.fused.name}.{key}", (0,) * local.dim(), tuple(local.shape)) if self.fused else None
         return Part(tuple(local.shape), local.dtype, (((0,) * local.dim(), local),), writes=counts, former=former)
-
-    def _place_of_scales(self, scales: Tensor) -> Index | None:
-        """Where scales of blocks along the last dimension (moments in FP8) lie; None if a block is not on one rank."""
-        (offset, extent), *others = self.boxes
-        end = offset[-1] + extent[-1]
-        whole_blocks = offset[-1] % BLOCK == 0 and (end % BLOCK == 0 or end == self.shape[-1])
-        fits = not others and whole_blocks and tuple(scales.shape) == scale_shape(extent)
-        return (*offset[:-1], offset[-1] // BLOCK) if fits else None
 
     def _stored(self, memory: WeightMemory) -> dict[str, Part]:
         """Bytes and scales, each where it lies in the whole parameter."""

@@ -87,11 +87,10 @@ def _norm(model: nn.Module, max_norm: float, clips: bool) -> Tensor | tuple[Tens
         shards = (model.process_group,) if isinstance(model, FullyShardedDataParallel) else ()
         found = norm_and_scale([part_of(gradient, group, shards) for gradient, group in held], max_norm)
         return found[0], found[1]
-    norm = (
-        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        if clips
-        else torch.nn.utils.get_total_norm([gradient for gradient, _ in held])
-    )
+    if clips:
+        norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    else:
+        norm = nn.utils.get_total_norm([gradient for gradient, _ in held])
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 

@@ -54,4 +54,5 @@ def packed_attention(
         return out
     varlen, shared = _varlen()
     window = (-1, 0) if causal else (-1, -1)
+    longest_q = max(longest_q, 2)  # for one query a sequence torch takes another way, made for decoding
     return varlen.varlen_attn(q, k, v, cu_q, cu_k, longest_q, longest_k, scale=scale, window_size=window, **shared)

@@ -168,7 +168,7 @@ class DelayedState(nn.Module):
         if self.recipe is not None and self.recipe.amax_history_len < window:
             self.fwd_amax_history[self.recipe.amax_history_len : window].zero_()
             self.bwd_amax_history[self.recipe.amax_history_len : window].zero_()
-        rows = self.fwd_amax_history.shape[0]
+        rows = self._buffers["fwd_amax_history"].shape[0]  # type: ignore[union-attr]
         if window <= rows:
             return
         if torch.compiler.is_compiling():

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ottava import torch_private
-from ottava.kernels.many import amax_shapes
 from ottava.quant.scaling import scale_from_amax
 from ottava.quant.scheme import Scheme
 from ottava.quant.weight_memory import Extent, Groups, ScaleGroup, WeightMemory, blocks_of, count_blocks, within
@@ -93,7 +92,8 @@ def _block_amax(weights: Weights) -> Iterator[tuple[Any, WeightMemory, Tensor]]:
         first = parts.memories[0]
         for direction in first.directions:
             block = list(first.block(direction))
-            shapes = amax_shapes(parts.values, block, parts.offsets)
+            own_boxes = [memory.place.box(Extent.OWN) for memory in parts.memories]
+            shapes = [count_blocks(blocks_of(box, (block[0], block[1]))) for box in own_boxes]
             layers = [parts.values]
             if first.scheme.element.dtype is None:  # E2M1 has a second grid: flags of blocks that have a NaN
                 layers.append([values.isnan().float() for values in parts.values])

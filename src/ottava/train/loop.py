@@ -17,6 +17,7 @@ import torch
 from ottava.checkpoint import StopSignal
 from ottava.distributed.gradients import gradient_sync
 from ottava.distributed.waits import comm_wait_hook
+from ottava.optimizers import FusedAdam
 from ottava.train import exits, run_folder
 from ottava.train.clock import Clock
 from ottava.train.config import Config
@@ -28,7 +29,7 @@ from ottava.train.gates import judge
 from ottava.train.health import Health
 from ottava.train.metrics import read_metrics
 from ottava.train.model import DistributedModel
-from ottava.train.optimizer import clip_gradients, make_optimizer, set_lr
+from ottava.train.optimizer import Numbers, clip_gradients, make_optimizer, set_lr
 from ottava.train.recorder import Recorder
 from ottava.train.sample import generate
 from ottava.train.schedule import lr_fraction
@@ -65,8 +66,8 @@ class Step:
     grad_norm: float
     stop: bool
     """Whether any rank was asked to stop."""
-    clipped: dict[str, Any]
-    """What `optimizer.step` is told of it."""
+    clipped: dict[str, Any] | None
+    """What `optimizer.step` is told of it. None: the step was made, if loss and norm are finite."""
 
 
 class Loop:
@@ -120,6 +121,8 @@ class Loop:
     def _step(self) -> Step | None:
         """Step number `done`, from 0. None if the run went back to a checkpoint instead."""
         step = self.done
+        lr = self.config.optimizer.lr * lr_fraction(self.config.schedule, step, self.config.train.steps)
+        set_lr(self.optimizer, lr)
         with self.fp8.sample_operands(step), comm_wait_hook(lambda: self.clock("communication")):
             found = self._backward(step)
         event = None
@@ -127,12 +130,11 @@ class Loop:
         if verdict == "roll back":
             self._roll_back(step + 1)
             return None
-        lr = self.config.optimizer.lr * lr_fraction(self.config.schedule, step, self.config.train.steps)
         if verdict == "fine":
-            with self.clock("optimizer"):
-                self.watchdog.beat(step, "optimizer")
-                set_lr(self.optimizer, lr)
-                self.optimizer.step(**found.clipped)
+            if found.clipped is not None:
+                with self.clock("optimizer"):
+                    self.watchdog.beat(step, "optimizer")
+                    self.optimizer.step(**found.clipped)
             if self.health.spike(found.loss):
                 event = "loss spike"
         else:
@@ -163,10 +165,21 @@ class Loop:
         self.recorder.write()  # the step before; a GPU has its hands full now
         with self.clock("optimizer"):
             norm, clipped = clip_gradients(model.module, self.optimizer, self.config.optimizer.clip)
+            numbers, options = Numbers(total, norm), None if self._steps_ahead else clipped
+            if options is None:
+                make_step: Any = self.optimizer.step
+                finite = torch.isfinite(norm) & torch.isfinite(total)
+                make_step(grad_scale=torch.where(finite, clipped["grad_scale"], math.nan))
         self.watchdog.beat(step, "agreement")
-        loss_sum, stops = self.world.sum([total.item(), float(self.stop.requested)])
+        loss, grad_norm = numbers.read()
+        loss_sum, stops = self.world.sum([loss, float(self.stop.requested)])
         replicas = self.world.size / model.meshes.dp_size  # tp ranks have the same tokens, each a loss of them
-        return Step(loss_sum / replicas / tokens, norm, stops > 0, clipped)
+        return Step(loss_sum / replicas / tokens, grad_norm, stops > 0, options)
+
+    @property
+    def _steps_ahead(self) -> bool:
+        """Whether the optimizer steps before the host knows that it may: the device knows. Ranks would have to agree first."""
+        return self.world.size == 1 and isinstance(self.optimizer, FusedAdam)
 
     def _microbatch(self, step: int, part: Batch, weight: float, first: bool | None) -> torch.Tensor:
         """Adds `weight` times the gradients of the summed loss, which is returned."""

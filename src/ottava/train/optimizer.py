@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ottava.distributed.gradients import clip_grad_norm_, grad_norm_and_scale
@@ -77,16 +77,42 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def clip_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, limit: float) -> tuple[float, dict[str, Any]]:
+def clip_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, limit: float) -> tuple[Tensor, dict[str, Any]]:
     """(norm of the gradients, the same on all ranks; what `optimizer.step` takes so that those above `limit` are scaled down to it).
 
-    FusedAdam scales as it reads them; for others they are scaled here. limit 0: never. Reading the norm is the one wait of a step. A
-    norm that is not finite leaves gradients that must not be used.
+    FusedAdam scales as it reads them; for others they are scaled here. limit 0: never. A norm that is not finite leaves gradients that
+    must not be used.
 
         >>> norm, options = clip_gradients(model, optimizer, 1.0)
         >>> optimizer.step(**options)
     """
     if not isinstance(optimizer, FusedAdam):
-        return float(clip_grad_norm_(model, limit or math.inf)), {}
+        return clip_grad_norm_(model, limit or math.inf), {}
     norm, scale = grad_norm_and_scale(model, limit or math.inf)
-    return float(norm), {"grad_scale": scale}
+    return norm, {"grad_scale": scale}
+
+
+class Numbers:
+    """A few numbers of a device on their way to the host. What is launched after this was made need not be done when they are read.
+
+    >>> numbers = Numbers(loss, norm)
+    >>> optimizer.step()
+    >>> loss, norm = numbers.read()
+    """
+
+    def __init__(self, *numbers: Tensor) -> None:
+        together = torch.stack([number.detach().double() for number in numbers])
+        self._event: torch.cuda.Event | None = None
+        if together.is_cuda:
+            self._numbers = torch.empty(together.shape, dtype=together.dtype, pin_memory=True)
+            self._numbers.copy_(together, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._numbers = together
+
+    def read(self) -> list[float]:
+        """Waits until they are there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._numbers.tolist()
