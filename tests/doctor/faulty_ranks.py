@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import resource
@@ -21,7 +22,11 @@ Fault = Callable[[], None]
 
 
 def reports(
-    size: int, faults: dict[int, list[Fault]], options: Options, silent: tuple[int, ...] = ()
+    size: int,
+    faults: dict[int, list[Fault]],
+    options: Options,
+    silent: tuple[int, ...] = (),
+    address: str = "127.0.0.1",
 ) -> dict[int, dict[str, Any]]:
     """Each rank's report as JSON, by rank. silent: ranks that will not give one; they are killed in the end."""
     context = multiprocessing.get_context("forkserver")
@@ -33,7 +38,7 @@ def reports(
     for rank in range(size):
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(
-            target=_rank, args=(theirs, rank, size, port, faults.get(rank, []), options), daemon=True
+            target=_rank, args=(theirs, rank, size, port, faults.get(rank, []), options, address), daemon=True
         )
         process.start()
         theirs.close()
@@ -52,10 +57,10 @@ def reports(
     return found
 
 
-def _rank(pipe: Any, rank: int, size: int, port: int, faults: list[Fault], options: Options) -> None:
+def _rank(pipe: Any, rank: int, size: int, port: int, faults: list[Fault], options: Options, address: str) -> None:
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "MASTER_ADDR": address, "MASTER_PORT": str(port),
     }  # fmt: skip
     for fault in faults:
         fault()
@@ -124,3 +129,16 @@ class _SharedMemory:
 
     def __call__(self) -> None:
         host.SHARED_MEMORY = self.path
+
+
+class InNamespace:
+    """The rank's sockets belong to a network namespace and go through `interface`."""
+
+    def __init__(self, name: str, interface: str) -> None:
+        self.name, self.interface = name, interface
+
+    def __call__(self) -> None:
+        with open(f"/run/netns/{self.name}") as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0):
+                raise OSError(ctypes.get_errno(), f"setns to {self.name} failed")
+        os.environ["GLOO_SOCKET_IFNAME"] = self.interface

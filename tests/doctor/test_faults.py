@@ -96,6 +96,51 @@ def test_a_stopped_rank_is_named_in_time(tmp_path) -> None:
         assert report["seconds"] < 20
 
 
+@pytest.fixture
+def cluster() -> Iterator[list[str]]:
+    """Three network namespaces on one bridge; from the second to the third goes a hundredth of what goes elsewhere."""
+    names = [f"ottava-{os.getpid()}-{n}" for n in range(3)]
+    bridge = f"ot{os.getpid()}"
+    lines = [f"ip link add {bridge} type bridge", f"ip link set {bridge} up"]
+    for n, name in enumerate(names):
+        lines += [
+            f"ip netns add {name}",
+            f"ip link add {bridge}v{n} type veth peer name eth1 netns {name}",
+            f"ip link set {bridge}v{n} master {bridge} up",
+            f"ip -n {name} addr add 10.77.0.{n + 1}/24 dev eth1",
+            f"ip -n {name} link set eth1 up",
+            f"ip -n {name} link set lo up",
+        ]
+    limited = f"tc -n {names[1]}"
+    lines += [
+        f"{limited} qdisc add dev eth1 root handle 1: htb default 1",
+        f"{limited} class add dev eth1 parent 1: classid 1:1 htb rate 20gbit quantum 60000",
+        f"{limited} class add dev eth1 parent 1: classid 1:2 htb rate 100mbit quantum 60000",
+        f"{limited} filter add dev eth1 parent 1: protocol ip u32 match ip dst 10.77.0.3/32 flowid 1:2",
+    ]
+    try:
+        for line in lines:
+            try:
+                made = subprocess.run(line.split(), capture_output=True, text=True)
+            except FileNotFoundError:
+                pytest.skip("network namespaces need ip and tc")
+            if made.returncode:
+                pytest.skip(f"network namespaces need root and a kernel that has them: {line}: {made.stderr.strip()}")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+        subprocess.run(["ip", "link", "del", bridge], capture_output=True, check=False)
+
+
+def test_a_slow_link_is_named_by_its_pair(cluster, tmp_path) -> None:
+    faults = {rank: [faulty.InNamespace(name, "eth1")] for rank, name in enumerate(cluster)}
+    options = Options(run=str(tmp_path), seconds=0.1, timeout=60.0)
+    found = faulty.reports(3, faults, options, address="10.77.0.1")[0]
+    assert problems(found) == [("links", [1, 2])], found
+    assert "rank 1 on" in said(found, "links") and "GB/s" in said(found, "links")
+
+
 def test_one_process_under_the_command(tmp_path, capsys) -> None:
     from ottava.cli.main import main
 
@@ -104,3 +149,9 @@ def test_one_process_under_the_command(tmp_path, capsys) -> None:
     assert "sound." in capsys.readouterr().out
     assert main(["doctor", "--run", str(tmp_path), "--space-gib", "1e9", "--json"]) == 1
     assert '"sound": false' in capsys.readouterr().out
+    log = tmp_path / "nccl.log"
+    log.write_text(
+        "n:1:2 [0] NCCL INFO Using network Socket\nn:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/0\n"
+    )
+    assert main(["doctor", "--run", str(tmp_path), "--space-gib", "0.001", "--nccl-log", str(log)]) == 1
+    assert "machines talk over TCP sockets" in capsys.readouterr().out

@@ -44,6 +44,7 @@ ALONE: tuple[Check, ...] = (
     pcie.CHECK,
 )
 """What a rank measures by itself."""
+SPEED_TURNS = 3
 
 
 @dataclass(frozen=True)
@@ -94,10 +95,23 @@ def _all_checks(options: Options, team: Team, found: list[Finding]) -> None:
         found += check.findings([facts[check.name] for facts in everyone], names)
     found += clock.judge([{"time": value} for value in team.gather("times", team.instant("clock"))], names)
     device = _device(team)
-    team.gather("speed/ready", None)  # all at the same time, as in training
-    rates = team.gather("speed", _measured(speed.measure, device, options.seconds))
-    found += Check("speed", speed.measure, speed.judge).findings(rates, names)
+    found += _speed(options, team, device, names)
     found += _links(options, team, device, hosts, names, found)
+
+
+def _speed(options: Options, team: Team, device: torch.device, names: list[str]) -> list[Finding]:
+    """A rank that looks slow is measured again, with all others, and is slow if it always is: machines have other work too."""
+    check = Check("speed", speed.measure, speed.judge)
+    best: list[Facts] = [{} for _ in names]
+    found: list[Finding] = []
+    for turn in range(SPEED_TURNS):
+        team.gather(f"speed/ready {turn}", None)  # all at the same time, as in training
+        rates = team.gather(f"speed/{turn}", _measured(speed.measure, device, options.seconds))
+        best = [speed.better(known, new) for known, new in zip(best, rates)]
+        found = check.findings(best, names)
+        if all(f.status != "problem" for f in found):
+            break
+    return found
 
 
 def _measured(measure: Callable[..., Facts], *given: Any) -> Facts:
