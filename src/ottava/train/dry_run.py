@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ottava.distributed import ParallelPlan
@@ -25,14 +27,21 @@ def describe(config: Config) -> str:
     >>> print(describe(preset("llama3-8b")))
     """
     place = Place.from_torchrun()
-    ranks = place.size if place is not None else local_ranks(config.parallel.ranks)
+    asked = config.parallel.ranks
+    mesh = config.plan("cpu")
+    # A mesh without an open dimension says how many ranks it is for: a plan for a cluster can be looked at anywhere.
+    everywhere = place is None and asked is None and mesh.is_resolved
+    ranks = place.size if place is not None else math.prod(mesh.shape) if everywhere else local_ranks(asked)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     plan = config.plan(device).resolve(ranks)
     model = construct(config, config.model.vocab_size or ByteTokenizer.vocab_size)
     dp, train = plan.dp_replicate * plan.dp_shard, config.train
     micro = train.global_batch / (dp * train.micro_batch)
     rows: list[tuple[str, ...]] = [
-        ("ranks", f"{ranks} x {device}" + (" (torchrun)" if place is not None else "")),
+        (
+            "ranks",
+            f"{ranks} x {device}" + (" (torchrun)" if place is not None else " (of the mesh)" if everywhere else ""),
+        ),
         ("mesh", f"dp_replicate {plan.dp_replicate} x dp_shard {plan.dp_shard} x tp {plan.tp}, {plan.strategy}"),
         ("parameters", f"{model.num_parameters():,} ({model.num_parameters(tables=False):,} without embedding tables)"),
         ("tokens a step", f"{train.global_batch * config.data.length:,} in {micro:g} microbatches a rank"),
