@@ -261,7 +261,12 @@ def test_other_plans_train_the_same_and_resume(two, folder, whole, name, section
         ),
         (
             "fp8-weights-tp",
-            {"optimizer": {"name": "fused_adam"}, "precision": {"fp8_weights": True}, "parallel": {"tp": 2}},
+            {
+                "optimizer": {"name": "fused_adam"},
+                "precision": {"fp8_weights": True},
+                "parallel": {"tp": 2},
+                "checkpoint": {"background": True},
+            },
         ),
         ("mxfp8", {"precision": {"recipe": "MXFP8BlockScaling"}}),
         ("plain", {"precision": {"recipe": "none"}, "train": {"z_loss": 1e-4}}),

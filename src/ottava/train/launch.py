@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import sys
 import tempfile
 import threading
@@ -21,6 +20,8 @@ from typing import Any
 
 from ottava.train import exits
 from ottava.train.config import Config
+from ottava.train.console import say, settle
+from ottava.train.signals import LauncherSignals, RankSignals, held_back, let_through
 
 GRACE_S = 15.0
 """Ranks get this long to end by themselves after one has failed: the others may wait for it in a collective."""
@@ -35,15 +36,18 @@ def launch(config: Config) -> int:
 
     place = Place.from_torchrun()
     if place is not None:
-        code, text = run_rank(config, place)
+        stop = RankSignals(speaks=place.rank == 0, alone=True)
+        stop.__enter__()  # for good: a signal must not kill a rank on its way out either
+        code, text = run_rank(config, place, stop)
         if text:
-            print(f"ottava train: rank {place.rank}: {text}", file=sys.stderr, flush=True)
+            say(f"ottava train: rank {place.rank}: {text}", sys.stderr)
+        settle()
         return code
     return _start(config, local_ranks(config.parallel.ranks))
 
 
-def run_rank(config: Config, place: Any) -> tuple[int, str]:
-    """One rank from beginning to end: (exit code, what is to be said about a failure)."""
+def run_rank(config: Config, place: Any, stop: RankSignals | None = None) -> tuple[int, str]:
+    """One rank from beginning to end: (exit code, what is to be said about a failure). stop: what handles signals already."""
     from ottava.checkpoint import NoUsableCheckpoint
     from ottava.train.loop import train
     from ottava.train.world import World
@@ -53,7 +57,7 @@ def run_rank(config: Config, place: Any) -> tuple[int, str]:
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that torch remembers, for the watchdog
     try:
         with World(place, timeout=4 * config.health.watchdog_s or 1800.0) as world:
-            return train(config, world), ""
+            return train(config, world, stop), ""
     except NoUsableCheckpoint as error:
         return exits.NO_CHECKPOINT, str(error)
     except ValueError as error:
@@ -82,15 +86,18 @@ def _start(config: Config, count: int) -> int:
             context.Process(target=_rank, args=(config, rank, count, store.port, folder), name=f"rank {rank}")
             for rank in range(count)
         ]
-        _Stop(processes)
-        for process in processes:
-            process.start()
+        signals = LauncherSignals(processes)
+        signals.__enter__()
+        with held_back():
+            for process in processes:
+                process.start()
         first = _wait(processes)
         failures = {rank: (Path(folder) / f"{rank}.txt") for rank in range(count)}
         texts = {rank: path.read_text(encoding="utf-8") for rank, path in failures.items() if path.is_file()}
-    code = _code(processes[first].exitcode)
-    if code not in (exits.DONE, exits.GATE_FAILED, exits.NON_FINITE, exits.STOPPED):
-        print(_report(first, code, texts), file=sys.stderr, flush=True)
+    code = exits.ABANDONED if signals.abandoned else _code(processes[first].exitcode)
+    if code not in exits.TOLD:
+        say(_report(first, code, texts), sys.stderr)
+    settle()
     return code
 
 
@@ -98,12 +105,14 @@ def _rank(config: Config, rank: int, count: int, port: int, folder: str) -> None
     """The process of one rank."""
     from ottava.train.world import Place
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the launcher, which asks all ranks to stop
+    stop = RankSignals()
+    stop.__enter__()
+    let_through()
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    code, text = run_rank(config, Place(rank, count, rank, count, "localhost", port))
+    code, text = run_rank(config, Place(rank, count, rank, count, "localhost", port), stop)
     if text:
         (Path(folder) / f"{rank}.txt").write_text(text, encoding="utf-8")
-    sys.stdout.flush()
+    settle()
     sys.exit(code)
 
 
@@ -113,21 +122,6 @@ def _end_with_parent() -> None:
     assert parent is not None
     wait([parent.sentinel])
     os._exit(exits.FAILED)
-
-
-class _Stop:
-    """SIGTERM and Ctrl-C: the first asks every rank to save and end, a second one ends them."""
-
-    def __init__(self, processes: Sequence[Any]) -> None:
-        self._processes, self._asked = processes, False
-        signal.signal(signal.SIGTERM, self._handle)
-        signal.signal(signal.SIGINT, self._handle)
-
-    def _handle(self, *_: Any) -> None:
-        for process in self._processes:
-            if process.is_alive():
-                process.kill() if self._asked else process.terminate()
-        self._asked = True
 
 
 def _wait(processes: Sequence[Any]) -> int:

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from ottava.checkpoint import StopSignal
 from ottava.distributed.gradients import gradient_sync
 from ottava.distributed.waits import comm_wait_hook
 from ottava.train import exits, run_folder
 from ottava.train.clock import Clock
 from ottava.train.config import Config
+from ottava.train.console import say
 from ottava.train.data import IGNORED, Batch, Data, Prefetch
 from ottava.train.evaluate import evaluate
 from ottava.train.exits import NonFinite
@@ -32,6 +32,7 @@ from ottava.train.optimizer import clip_gradients, make_optimizer, set_lr
 from ottava.train.recorder import Recorder
 from ottava.train.sample import generate
 from ottava.train.schedule import lr_fraction
+from ottava.train.signals import RankSignals
 from ottava.train.state import RunState
 from ottava.train.summary import as_text, summarize, table
 from ottava.train.tokenize import Tokenizer, load_tokenizer, standard_library
@@ -39,8 +40,8 @@ from ottava.train.watchdog import Watchdog
 from ottava.train.world import World
 
 
-def train(config: Config, world: World) -> int:
-    """Trains until the end, a signal or a failure; returns the exit code. Every rank calls it.
+def train(config: Config, world: World, stop: RankSignals | None = None) -> int:
+    """Trains until the end, a signal or a failure; returns the exit code. Every rank calls it. stop: what handles signals already.
 
     >>> with World(place, timeout=600.0) as world:
     ...     sys.exit(train(config, world))
@@ -48,7 +49,7 @@ def train(config: Config, world: World) -> int:
     if config.train.deterministic:
         torch.use_deterministic_algorithms(True)
     with ExitStack() as resources:
-        loop = Loop(config, world, resources)
+        loop = Loop(config, world, resources, stop)
         try:
             code = loop.run()
         except NonFinite as error:
@@ -70,8 +71,9 @@ class Step:
 class Loop:
     """One run. Resources that must be closed go to `resources`."""
 
-    def __init__(self, config: Config, world: World, resources: ExitStack) -> None:
+    def __init__(self, config: Config, world: World, resources: ExitStack, stop: RankSignals | None = None) -> None:
         self.config, self.world = config, world
+        self.stop = stop or resources.enter_context(RankSignals())
         self.data, self.validation = open_data(config, world)
         self.tokenizer = open_tokenizer(config, self.data) if config.train.sample_tokens else None
         if (config.model.vocab_size or self.data.vocab_size) < self.data.vocab_size:
@@ -91,7 +93,6 @@ class Loop:
         self.recorder = Recorder(config, world, self.model, self.done)
         resources.callback(self.recorder.close)
         self.watchdog = resources.enter_context(Watchdog(config, world))
-        self.stop = resources.enter_context(StopSignal())
         self.batches = self._prefetch()
         resources.callback(lambda: self.batches.close())
         self.sample: str | None = None
@@ -101,6 +102,8 @@ class Loop:
     def run(self) -> int:
         """All steps that are left. Returns the exit code."""
         config = self.config.train
+        if self.world.sum([float(self.stop.requested)])[0]:
+            return exits.STOPPED  # before the first step: there is nothing to save
         while self.done < config.steps:
             self.clock.restart()
             if self._due(self.config.checkpoint.every) and self._worth_saving():
@@ -297,6 +300,8 @@ class Loop:
             gates = judge(self.config.gate, lines) if code == exits.DONE else []
             failed = not all(gate.passed for gate in gates)
             outcome = exits.OUTCOMES[exits.GATE_FAILED if failed else code]
+            if code == exits.STOPPED:
+                outcome = f"stopped by {self.stop.name}"
             summary = summarize(self.config, outcome, lines, gates, sample=self.sample)
             run_folder.write_summary(self.config.run_folder, summary)
             self.say("\n" + as_text(self.config, summary))
@@ -307,7 +312,7 @@ class Loop:
     def say(self, text: str) -> None:
         """Prints, once."""
         if self.world.leads:
-            print(text, flush=True)
+            say(text)
 
 
 def open_data(config: Config, world: World) -> tuple[Data, Data | None]:

@@ -6,14 +6,13 @@ A run that is there already is continued, and has to be the same run: `check_sam
 from __future__ import annotations
 
 import json
-import os
 import tomllib
 from pathlib import Path
 from typing import Any
 
 from ottava.train.arguments import to_toml
 from ottava.train.config import Config
-from ottava.train.metrics import FILE, finite, read_metrics
+from ottava.train.metrics import FILE, finite, read_metrics, write_whole
 
 CONFIG_FILE = "config.toml"
 SUMMARY_FILE = "summary.json"
@@ -68,13 +67,6 @@ def next_attempt(folder: Path) -> int:
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:
     """summary.json."""
     write_whole(folder / SUMMARY_FILE, json.dumps(_plain(summary), indent=2) + "\n")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """A file that is either the old one or the new one, never half of it."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 def _plain(value: Any) -> Any:
