@@ -18,8 +18,8 @@ ABANDONED = 130
 STOPPED = 143
 """By a signal, after saving."""
 
-TOLD = (DONE, GATE_FAILED, NON_FINITE, NOT_SAVED, ABANDONED, STOPPED)
-"""Those that rank 0 has explained already."""
+TOLD = (DONE, GATE_FAILED, NON_FINITE, NOT_SAVED, STALLED, ABANDONED, STOPPED)
+"""Those that the ranks have explained already."""
 
 OUTCOMES = {
     DONE: "done",

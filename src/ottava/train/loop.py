@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from ottava.train.exits import NonFinite
 from ottava.train.fp8_health import Fp8Health
 from ottava.train.gates import judge
 from ottava.train.health import Health
+from ottava.train.lock import RunLock
 from ottava.train.metrics import read_metrics
 from ottava.train.model import DistributedModel
 from ottava.train.optimizer import clip_gradients, make_optimizer, set_lr
@@ -40,8 +42,10 @@ from ottava.train.watchdog import Watchdog
 from ottava.train.world import World
 
 
-def train(config: Config, world: World, stop: RankSignals | None = None) -> int:
-    """Trains until the end, a signal or a failure; returns the exit code. Every rank calls it. stop: what handles signals already.
+def train(config: Config, world: World, stop: RankSignals | None = None, watchdog: Watchdog | None = None) -> int:
+    """Trains until the end, a signal or a failure; returns the exit code. Every rank calls it.
+
+    stop, watchdog: what handles signals and watches already.
 
     >>> with World(place, timeout=600.0) as world:
     ...     sys.exit(train(config, world))
@@ -49,7 +53,7 @@ def train(config: Config, world: World, stop: RankSignals | None = None) -> int:
     if config.train.deterministic:
         torch.use_deterministic_algorithms(True)
     with ExitStack() as resources:
-        loop = Loop(config, world, resources, stop)
+        loop = Loop(config, world, resources, stop, watchdog)
         try:
             code = loop.run()
         except NonFinite as error:
@@ -71,9 +75,21 @@ class Step:
 class Loop:
     """One run. Resources that must be closed go to `resources`."""
 
-    def __init__(self, config: Config, world: World, resources: ExitStack, stop: RankSignals | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        resources: ExitStack,
+        stop: RankSignals | None = None,
+        watchdog: Watchdog | None = None,
+    ) -> None:
         self.config, self.world = config, world
+        lock = RunLock(config.run_folder)
+        resources.callback(lock.release)
+        world.on_rank0(lock.take)
         self.stop = stop or resources.enter_context(RankSignals())
+        self.watchdog = watchdog or resources.enter_context(Watchdog(config, world.rank, world.size))
+        self.watchdog.connect(world.store)
         self.data, self.validation = open_data(config, world)
         self.tokenizer = open_tokenizer(config, self.data) if config.train.sample_tokens else None
         if (config.model.vocab_size or self.data.vocab_size) < self.data.vocab_size:
@@ -87,12 +103,12 @@ class Loop:
         world.on_rank0(lambda: run_folder.prepare(config))
         self.state = RunState(config, self.model, self.optimizer)
         resources.callback(self.state.checkpoints.close)
+        self.watchdog.beat(0, "load")
         self.done = self._resume()
         self.clock, self.health = Clock(world.device), Health(config.health)
         self.fp8 = Fp8Health(config, self.model, world)
         self.recorder = Recorder(config, world, self.model, self.done)
         resources.callback(self.recorder.close)
-        self.watchdog = resources.enter_context(Watchdog(config, world))
         self.batches = self._prefetch()
         resources.callback(lambda: self.batches.close())
         self.sample: str | None = None
@@ -215,8 +231,8 @@ class Loop:
         config, last = self.config.train, self.done == self.config.train.steps
         validation = None
         if self.validation is not None and (last or self._due(config.evaluate_every)):
-            self.watchdog.beat(self.done, "evaluation")
-            validation = evaluate(self.model, self.validation, self.config, self.world)
+            beat = partial(self.watchdog.beat, self.done, "evaluation")
+            validation = evaluate(self.model, self.validation, self.config, self.world, beat)
         if self.tokenizer is not None and (last or self._due(config.sample_every)):
             self.watchdog.beat(self.done, "sample")
             self.sample = self._sample(self.tokenizer)
@@ -236,6 +252,7 @@ class Loop:
                 end_token=tokenizer.end_token,
                 device=self.world.device,
                 multiple=self.config.parallel.tp,
+                beat=partial(self.watchdog.beat, self.done, "sample"),
             )
         return config.sample_prompt + tokenizer.decode(tokens)
 
@@ -294,6 +311,7 @@ class Loop:
     def finish(self, code: int) -> int:
         """Writes and prints the summary; judges the gates. Returns the exit code."""
         failed = False
+        self.watchdog.beat(self.done, "end")
         self.recorder.write()
         if self.world.leads:
             lines = list(read_metrics(self.recorder.path)) if self.recorder.path.is_file() else []
