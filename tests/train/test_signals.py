@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,20 @@ def start(config: Config, *launcher: str, **options: Any) -> subprocess.Popen[st
     path.write_text(to_toml(config))
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, **options}
     words = [sys.executable, *launcher, "-m", "ottava", "train", str(path)]
-    return subprocess.Popen(words, start_new_session=True, **options)
+    return subprocess.Popen(words, start_new_session=True, preexec_fn=as_in_a_terminal, **options)
+
+
+def as_in_a_terminal() -> None:
+    """What a shell starts behind `&` ignores Ctrl-C, and so do we then; a test may have been started so."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _in_a_terminal() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGINT)
+    as_in_a_terminal()
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str]:

@@ -33,3 +33,7 @@ OUTCOMES = {
 
 class NonFinite(RuntimeError):
     """Loss or gradients stayed non-finite after the skips and rollbacks that the configuration allows."""
+
+
+class NotSaved(RuntimeError):
+    """Checkpoints could not be written, too often in a row or when it mattered."""

@@ -23,7 +23,7 @@ from ottava.train.config import Config
 from ottava.train.console import say
 from ottava.train.data import IGNORED, Batch, Data, Prefetch
 from ottava.train.evaluate import evaluate
-from ottava.train.exits import NonFinite
+from ottava.train.exits import NonFinite, NotSaved
 from ottava.train.fp8_health import Fp8Health
 from ottava.train.gates import judge
 from ottava.train.health import Health
@@ -33,6 +33,7 @@ from ottava.train.model import DistributedModel
 from ottava.train.optimizer import clip_gradients, make_optimizer, set_lr
 from ottava.train.recorder import Recorder
 from ottava.train.sample import generate
+from ottava.train.saves import Saves
 from ottava.train.schedule import lr_fraction
 from ottava.train.signals import RankSignals
 from ottava.train.state import RunState
@@ -56,9 +57,9 @@ def train(config: Config, world: World, stop: RankSignals | None = None, watchdo
         loop = Loop(config, world, resources, stop, watchdog)
         try:
             code = loop.run()
-        except NonFinite as error:
+        except (NonFinite, NotSaved) as error:
             loop.say(f"ottava train: {error}")
-            code = exits.NON_FINITE
+            code = exits.NON_FINITE if isinstance(error, NonFinite) else exits.NOT_SAVED
         return loop.finish(code)
 
 
@@ -100,7 +101,7 @@ class Loop:
         self._check_batch()
         self.optimizer = make_optimizer(config, self.model.module, self.model.decaying)
         self.model.renew_copies_after(self.optimizer)
-        world.on_rank0(lambda: run_folder.prepare(config))
+        world.on_rank0(lambda: run_folder.prepare(config, self.data.identity))
         self.state = RunState(config, self.model, self.optimizer)
         resources.callback(self.state.checkpoints.close)
         self.watchdog.beat(0, "load")
@@ -109,6 +110,8 @@ class Loop:
         self.fp8 = Fp8Health(config, self.model, world)
         self.recorder = Recorder(config, world, self.model, self.done)
         resources.callback(self.recorder.close)
+        self.saves = Saves(config.checkpoint, self.state, self.recorder)
+        self._back_at: int | None = None  # the step that the run was last rolled back to
         self.batches = self._prefetch()
         resources.callback(lambda: self.batches.close())
         self.sample: str | None = None
@@ -122,16 +125,16 @@ class Loop:
             return exits.STOPPED  # before the first step: there is nothing to save
         while self.done < config.steps:
             self.clock.restart()
-            if self._due(self.config.checkpoint.every) and self._worth_saving():
-                with self.clock("checkpoint"):
-                    self._save()
+            if self.saves.due(self.done) and self.health.trusted and not self._save():
+                continue  # rolled back
             found = self._step()
             if found is None:
                 continue  # rolled back
             if found.stop:
-                self._save(wait=True)
+                self._save_and_stop()
                 return exits.STOPPED
-        self._save(wait=True)
+        self._begin_save()
+        self.saves.last(self.done)
         return exits.DONE
 
     def _step(self) -> Step | None:
@@ -214,17 +217,39 @@ class Loop:
 
     # ---------------------------------------------------------------------------------------------------- between steps
 
-    def _save(self, wait: bool = False) -> None:
-        """A checkpoint; the steps that it contains have their lines first."""
+    def _begin_save(self) -> None:
+        """The steps that a checkpoint contains have their lines first."""
         self.watchdog.beat(self.done, "checkpoint")
         self.recorder.write()
-        self.state.save(self.done, wait=wait)
+        self.world.on_rank0(self.data.check_unchanged)
+
+    def _save(self) -> bool:
+        """A checkpoint. False if the weights were not finite, and the run went back to one where they are."""
+        self._begin_save()
+        try:
+            with self.clock("checkpoint"):
+                self.saves.save(self.done)
+        except NonFinite as error:
+            self.say(f"ottava train: {error}")
+            self.health.check_rollbacks(self.done, str(error))
+            self._roll_back(self.done)
+            return False
+        return True
+
+    def _save_and_stop(self) -> None:
+        """What a signal asks for. A state that cannot be trusted is left: the next start goes on from the checkpoint before."""
+        self._begin_save()
+        try:
+            if not self.health.trusted:
+                raise NonFinite(
+                    f"Step {self.done} is not saved: it was skipped, because loss or gradients are not finite."
+                )
+            self.saves.last(self.done)
+        except NonFinite as error:
+            self.say(f"ottava train: {error} The newest checkpoint is of step {self.state.checkpoints.last_saved}.")
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.done > 0 and self.done % every == 0
-
-    def _worth_saving(self) -> bool:
-        return self.done != self.state.checkpoints.last_saved and self.health.trusted
 
     def _look_at_the_model(self) -> float | None:
         """Validation loss and a sample, where they are due."""
@@ -259,12 +284,18 @@ class Loop:
     def _roll_back(self, failed: int) -> None:
         """To the last checkpoint; the steps after it are done again, on the same data."""
         self.batches.close()
-        loaded = self.state.load()
+        loaded = None
+        if (
+            self.health.rollbacks and self._back_at is not None
+        ):  # twice from the same place: what lies there is not good
+            self.state.checkpoints.rotten.add(self._back_at)
+            loaded = self.state.load(below=self._back_at)
+        loaded = loaded or self.state.load()
         if loaded is None:
             raise NonFinite(f"Step {failed} is not finite, and there is no checkpoint to go back to.")
         self.health.rolled_back()
         self.optimizer.zero_grad()
-        self.done = loaded.step
+        self.done = self._back_at = loaded.step
         self.batches = self._prefetch()
         self.recorder.rewind(self.done, f"rolled back from step {failed}: not finite")
         self.say(f"Step {failed} is not finite: back to the checkpoint of step {self.done}.")
@@ -321,7 +352,10 @@ class Loop:
             if code == exits.STOPPED:
                 outcome = f"stopped by {self.stop.name}"
             summary = summarize(self.config, outcome, lines, gates, sample=self.sample)
-            run_folder.write_summary(self.config.run_folder, summary)
+            try:
+                run_folder.write_summary(self.config.run_folder, summary)
+            except OSError as error:  # a full disk: it is printed all the same
+                self.say(f"ottava train: summary.json cannot be written: {error.strerror}.")
             self.say("\n" + as_text(self.config, summary))
             if gates:
                 self.say("\nGates\n" + table([gate.row() for gate in gates]))

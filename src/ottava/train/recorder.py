@@ -117,6 +117,10 @@ class Recorder:
         self._attempt = next_attempt(self.config.run_folder)
         return Metrics(self.config.run_folder, _sinks(self.config), first_step=done + 1)
 
+    def note(self, event: str) -> None:
+        """Something that happened between steps: the next line says it."""
+        self._event = "; ".join(filter(None, (self._event, event)))
+
     def rewind(self, done: int, event: str) -> None:
         """The run went back to where `done` steps are done; the next line says why."""
         self._event, self._kept = event, None

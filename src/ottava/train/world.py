@@ -47,7 +47,7 @@ class Place:
 class World:
     """The ranks of a run, connected. Use it in a `with` block: the process group ends with it.
 
-    timeout: seconds that a collective may take. connected: gets the store as soon as there is one, before all ranks are there.
+    timeout: seconds that a collective may take. connected: gets a store of ours before all ranks are there.
 
         >>> with World(place, timeout=600.0) as world:
         ...     total, stops = world.sum([loss, float(stop_requested)])
@@ -64,8 +64,6 @@ class World:
             options |= {"store": store, "rank": place.rank, "world_size": place.size}
             connected(store)
         dist.init_process_group(_backend(self.device, place), **options | _bound(self.device, place))
-        if store is None:
-            connected(self.store)
 
     @property
     def leads(self) -> bool:
