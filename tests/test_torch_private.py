@@ -40,6 +40,13 @@ def test_inside_backward() -> None:
     assert seen == [True] and not torch_private.inside_backward()
 
 
+def test_tree_flatten_and_unflatten() -> None:
+    tree = ((1, None), {"a": [2]})
+    leaves, spec = torch_private.tree_flatten(tree)
+    assert leaves == [1, None, 2] and torch_private.tree_unflatten(leaves, spec) == tree
+    assert spec != torch_private.tree_flatten(((1, None), {"b": [2]}))[1]
+
+
 class _Double(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
@@ -387,6 +394,8 @@ def test_every_function_is_tested_here() -> None:
     tested = {
         "bare_apply",
         "nobody_intercepts",
+        "tree_flatten",
+        "tree_unflatten",
         "scaled_mm",
         "_no_gpu",
         "current_device",

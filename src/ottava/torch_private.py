@@ -118,6 +118,20 @@ def map_instances(kind: type, function: Callable, tree: Any) -> Any:
     return tree_map_only(kind, function, tree)
 
 
+def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
+    """(the leaves of nested tuples, lists and dicts, what puts them together again). None is a leaf."""
+    from torch.utils._pytree import tree_flatten
+
+    return tree_flatten(tree)
+
+
+def tree_unflatten(leaves: list[Any], spec: Any) -> Any:
+    """The inverse of `tree_flatten`."""
+    from torch.utils._pytree import tree_unflatten
+
+    return tree_unflatten(leaves, spec)
+
+
 def generator_state(key: bytes) -> torch.Tensor:
     """State of a CPU generator whose 624 words come from `key`.
 

@@ -110,8 +110,19 @@ def _ours(name: str, overrides: str, setting: Setting) -> Iterator[Contender]:
             return Outcome(found.loss, found.grad_norm)
 
         recipe = config.precision.make_recipe()
-        delayed = recipe is not None and Quantization.of(recipe).delayed
-        yield Contender(name, quantized_precision(recipe), loop.model.parameters, step, delayed)
+        if recipe is not None and Quantization.of(recipe).delayed:
+            _find_scales(loop)
+        yield Contender(name, quantized_precision(recipe), loop.model.parameters, step)
+
+
+def _find_scales(loop: Loop) -> None:
+    """Forward and backward passes without an update. Delayed scaling begins with scales of 1, in which small gradients vanish: each pass
+    makes scales of one more layer, from the last one down."""
+    for _ in range(loop.config.model.layers + 2):
+        batch = loop.data.batch(0, loop.config.train.global_batch).to(loop.world.device)
+        for part in batch.split(loop.config.train.micro_batch):
+            loop._microbatch(0, part, 1.0 / batch.tokens.numel(), None)
+        loop.optimizer.zero_grad()
 
 
 # ------------------------------------------------------------------------------------------------------------------ peers

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from ottava import torch_private
 from ottava.notices import leads, warn_once
 from ottava.quant.scaling import delayed_scale, delayed_update, roll_history
-from ottava.quant.state import CURRENT
+from ottava.quant.state import CURRENT, autocast
 from ottava.recipe import DelayedScaling
 
 HISTORY_ROWS = 1024  # DelayedScaling's default window; a shorter window uses the first rows
@@ -220,12 +222,48 @@ def schedule_backward_update(owner: int) -> None:
     state = _BY_ID.get(owner)
     if state is None:
         return
+    if _COLLECTED:
+        _COLLECTED[-1].append(state)
+        return
     task = torch_private.backward_id()
     if task == -1:  # called outside of a backward pass, as by a test of the op alone
         return
     if task not in _PENDING:
         torch_private.at_end_of_backward(lambda: _update(_unique(_PENDING.pop(task, [])), forward=False))
     _PENDING[task].append(state)
+
+
+_COLLECTED: list[list[DelayedState]] = []  # not of a thread: CUDA's backward passes run in threads of autograd
+
+
+@contextmanager
+def collecting_forward() -> Iterator[list[DelayedState]]:
+    """Forwards in here record, and leave their states in the list instead of to the `autocast` around: `replayed_forward` takes it."""
+    outside, CURRENT.touched = CURRENT.touched, []
+    try:
+        yield CURRENT.touched
+    finally:
+        CURRENT.touched = outside
+
+
+@contextmanager
+def collecting_backward() -> Iterator[list[DelayedState]]:
+    """The same for backward passes: `schedule_backward_update` takes the ids of the states."""
+    _COLLECTED.append([])
+    try:
+        yield _COLLECTED[-1]
+    finally:
+        _COLLECTED.pop()
+
+
+def replayed_forward(states: list[DelayedState]) -> None:
+    """A replay has raised row 0 of these states: they are updated as after a forward, once, when the outermost `autocast` exits."""
+    if not states:
+        return
+    with autocast(recipe=states[0].recipe, amax_reduction_group=states[0].group):
+        for state in states:
+            assert state.recipe is not None
+            state.mark_for_update(state.recipe, state.group)
 
 
 def _unique(states: list[DelayedState]) -> list[DelayedState]:
@@ -245,7 +283,9 @@ def _reduce_amax(states: list[DelayedState], forward: bool) -> None:
         return
     by_groups: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
     for state in states:
-        by_groups[_groups_of(state)].append((state.fwd_amax_history if forward else state.bwd_amax_history)[0])
+        groups = tuple(group for group in _groups_of(state) if torch.distributed.get_world_size(group) > 1)
+        if groups:
+            by_groups[groups].append((state.fwd_amax_history if forward else state.bwd_amax_history)[0])
     for groups, rows in by_groups.items():
         flat = torch.cat(rows)
         for group in groups:  # a MAX over rows and then over columns of a mesh is the MAX over the mesh

@@ -228,6 +228,9 @@ class TrainSection:
     """Logits of a rank that exist at a time; more tokens are taken in pieces."""
     compile: bool = False
     """Whether layers go through torch.compile."""
+    cuda_graph: bool = False
+    """Whether forward, loss and backward of a microbatch are recorded as a CUDA graph and launched as one: the same bits, without the
+    host's time. On one GPU with one rank; takes the memory of activations and gradients for good."""
     deterministic: bool = False
     """Whether torch may use only algorithms that give the same bits every time."""
     evaluate_every: int = 100

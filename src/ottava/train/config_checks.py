@@ -62,6 +62,7 @@ def check(config: Config) -> None:
     _check_parallel(config)
     _check_quantization(config)
     _check_optimizer(config)
+    _check_graph(config)
     weights, files = config.data.weights, config.data.files
     _need(len(weights) in (0, len(files)), f"data.weights has {len(weights)} numbers for {len(files)} data.files.")
     t = config.train
@@ -130,6 +131,34 @@ def _check_schedule(config: Config) -> None:
         schedule.kind != "wsd" or warmup <= steps - schedule.decay(steps),
         f"schedule.warmup_steps ({warmup}) reaches into the steps in which 'wsd' comes down: "
         f"the last {schedule.decay(steps)} of {steps}.",
+    )
+
+
+def _check_graph(config: Config) -> None:
+    """What a CUDA graph cannot hold. That there is one rank, on a GPU, is known when the run begins."""
+    if not config.train.cuda_graph:
+        return
+    parallel = config.parallel
+    _need(
+        parallel.strategy in ("fsdp2", "none") and parallel.tp == 1 and parallel.dp_replicate in (1, -1),
+        "train.cuda_graph records a model that lies whole on one rank: use parallel.strategy 'fsdp2' or 'none' with parallel.tp 1 and "
+        f"parallel.dp_replicate 1; got {parallel.strategy!r}, {parallel.tp} and {parallel.dp_replicate}.",
+    )
+    _need(
+        (parallel.ranks or 1) == 1 and parallel.dp_shard in (1, -1),
+        f"train.cuda_graph needs one rank; parallel.ranks is {parallel.ranks}, parallel.dp_shard {parallel.dp_shard}.",
+    )
+    _need(
+        not parallel.cpu_offload,
+        "train.cuda_graph reads weights where they lie, but parallel.cpu_offload copies them elsewhere each time.",
+    )
+    _need(
+        parallel.recompute != "full",
+        "train.cuda_graph cannot record parallel.recompute 'full', which sets back random states in backward: use 'selective' or 'none'.",
+    )
+    _need(
+        not config.train.compile,
+        "train.cuda_graph and train.compile do not go together: both take the place of the host's Python. Leave one of them off.",
     )
 
 

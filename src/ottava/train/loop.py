@@ -28,6 +28,7 @@ from ottava.train.fp8_health import Fp8Health
 from ottava.train.gates import judge
 from ottava.train.health import Health
 from ottava.train.metrics import read_metrics
+from ottava.train.microbatch_graph import microbatch_graphs
 from ottava.train.model import DistributedModel
 from ottava.train.optimizer import Numbers, clip_gradients, make_optimizer, set_lr
 from ottava.train.recorder import Recorder
@@ -91,6 +92,7 @@ class Loop:
         self.done = self._resume()
         self.clock, self.health = Clock(world.device), Health(config.health)
         self.fp8 = Fp8Health(config, self.model, world)
+        self.graphs = microbatch_graphs(config, self.model, world)
         self.recorder = Recorder(config, world, self.model, self.done)
         resources.callback(self.recorder.close)
         self.watchdog = resources.enter_context(Watchdog(config, world))
@@ -158,6 +160,8 @@ class Loop:
         tokens = self._count(batch)
         weight = model.meshes.dp_size / tokens
         total = torch.zeros((), dtype=torch.float64, device=device)
+        if self.graphs is not None:
+            self.graphs.begin(parts, weight, eager=self.fp8.looks_at(step))
         for i, part in enumerate(parts):
             first = None if len(parts) == 1 or config.compile else i == 0
             with gradient_sync(model.module, i == len(parts) - 1, model.keep_gathered):
@@ -185,6 +189,9 @@ class Loop:
         """Adds `weight` times the gradients of the summed loss, which is returned."""
         config, model = self.config.train, self.model
         self.watchdog.beat(step, "forward")
+        if self.graphs is not None:
+            with self.clock("backward"):  # and forward: one launch
+                return self.graphs.run(part, first)
         with self.clock("forward"), model.precision():
             loss = model.module(
                 part.tokens,
@@ -259,6 +266,8 @@ class Loop:
             raise NonFinite(f"Step {failed} is not finite, and there is no checkpoint to go back to.")
         self.health.rolled_back()
         self.optimizer.zero_grad()
+        if self.graphs is not None:
+            self.graphs.forget()
         self.done = loaded.step
         self.batches = self._prefetch()
         self.recorder.rewind(self.done, f"rolled back from step {failed}: not finite")
