@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -226,15 +227,36 @@ def test_finish_waits_for_the_save_of_the_step_or_makes_it(tmp_path: Path) -> No
     assert phases.count("writing") == 2 and names(tmp_path) == ["step-00000001", "step-00000002"]
 
 
-def test_sigterm_is_remembered_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+def test_a_signal_is_remembered_however_often_it_comes(tmp_path: Path, number: signal.Signals) -> None:
     checkpoints = Checkpoints(tmp_path)
-    before = signal.getsignal(signal.SIGTERM)
+    if signal.getsignal(number) == signal.SIG_IGN:
+        pytest.skip("the tests were started so that this one is ignored")
+    before = signal.getsignal(number)
     with StopSignal() as stop:
         assert not stop.anywhere(checkpoints.team)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.requested and stop.anywhere(checkpoints.team)
-        assert signal.getsignal(signal.SIGTERM) == before  # a second one ends the process
-    assert signal.getsignal(signal.SIGTERM) == before
+        for _ in range(3):  # the group's, the launcher's, an impatient scheduler's
+            os.kill(os.getpid(), number)
+        assert stop.requested and stop.anywhere(checkpoints.team) and stop.number == number
+    assert signal.getsignal(number) == before
+
+
+def test_ctrl_c_that_is_pressed_again_interrupts_and_an_ignored_signal_stays_ignored(monkeypatch) -> None:
+    monkeypatch.setattr("ottava.checkpoint.stop.AGAIN_S", 0.05)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
+    pressed = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with StopSignal() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.requested
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGTERM)  # changes nothing
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGINT, pressed)
 
 
 # ---------------------------------------------------------------------------------------------------------- hashes, listing

@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from ottava.train import loop
+from ottava.train import loop, state, trust
 from ottava.train.config import (
     CheckpointSection,
     Config,
@@ -67,26 +70,38 @@ class Killed(BaseException):
     """Stands for a process that ends in the middle of a step."""
 
 
-def train(config: Config, port: int, die_at: int | None = None, nan_at: tuple[int, ...] = ()) -> tuple[int, str]:
+def train(
+    config: Config,
+    port: int,
+    die_at: int | None = None,
+    nan_at: tuple[int, ...] = (),
+    faults: tuple[tuple[int, str], ...] = (),
+) -> tuple[int, str]:
     """In a rank of `Ranks`: the run, (exit code, message). Digests of the samples it trains on go to RUN/seen-RANK.txt.
 
     die_at: the process "ends" after the backward pass of this step, from 0. nan_at: steps whose loss is NaN, the first time.
+    faults: (step, what happens after its backward pass, the first time), see `fault`.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.barrier()  # a rank that leaves while another still connects would break its connection
     dist.destroy_process_group()
-    plain, left = loop.Loop._backward, set(nan_at)
+    plain, left, waiting = loop.Loop._backward, set(nan_at), list(faults)
 
     def watched(self: loop.Loop, step: int) -> loop.Step:
         found = plain(self, step)
         if step == die_at:
             raise Killed
+        for when, kind in [each for each in waiting if each[0] == step]:
+            waiting.remove((when, kind))
+            fault(self, kind)
         if step in left:
             left.discard(step)
             return replace(found, loss=math.nan)
         return found
 
     loop.Loop._backward = watched  # type: ignore[method-assign]
+    if (-1, "blind") in faults:  # from the beginning
+        state.non_finite = lambda _: []  # type: ignore[assignment]
     count = loop.Loop._count
 
     def noted(self: loop.Loop, batch: loop.Batch) -> float:
@@ -105,6 +120,36 @@ def train(config: Config, port: int, die_at: int | None = None, nan_at: tuple[in
     finally:
         seen.close()
         loop.Loop._backward, loop.Loop._count = plain, count  # type: ignore[method-assign]
+        state.non_finite = trust.non_finite
+
+
+def fault(running: loop.Loop, kind: str) -> None:
+    """What can happen to a run. Numbers change in the last rank; disks and signals are everybody's."""
+    if kind in ("inf", "nan") and dist.get_rank() == dist.get_world_size() - 1:
+        _, parameter = list(running.model.module.named_parameters())[-1]
+        with torch.no_grad():
+            parameter.to_local().view(-1)[0] = float(kind)  # type: ignore[attr-defined]
+    elif kind == "blind":  # as a release that looks at no numbers
+        state.non_finite = lambda _: []  # type: ignore[assignment]
+    elif kind == "signal":
+        running.stop.number = signal.SIGTERM
+    elif kind.startswith("full disk"):
+        storage, times = running.state.checkpoints.storage, [int(kind.split()[-1])]
+        begin = storage.begin
+
+        def refuse(step: int) -> Any:
+            if times[0] > 0:
+                times[0] -= 1
+                raise OSError(28, "No space left on device")
+            return begin(step)
+
+        storage.begin = refuse  # type: ignore[method-assign]
+    elif kind == "cut data" and dist.get_rank() == 0:
+        os.truncate(running.data.sources[0].file.path, 5000)
+    elif kind == "overwrite data" and dist.get_rank() == 0:
+        with running.data.sources[0].file.path.open("r+b") as file:
+            file.seek(4096)
+            file.write(b"\1\0" * 4096)
 
 
 def lines(config: Config) -> list[dict[str, Any]]:

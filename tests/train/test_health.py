@@ -1,4 +1,4 @@
-"""What counts as healthy, which gates pass, and whom the watchdog blames."""
+"""What counts as healthy, and which gates pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from ottava.train.exits import NonFinite
 from ottava.train.fp8_health import _Passing
 from ottava.train.gates import judge
 from ottava.train.health import Health
-from ottava.train.watchdog import describe
 
 NAN = math.nan
 
@@ -51,17 +50,6 @@ def test_gates_look_at_the_steps_after_the_warm_up():
     assert memory.passed and memory.row() == ("max_reserved_gib", "10.000", "10.000", "passed")
     (nothing,) = judge(GateSection(min_mfu=0.5, warmup_steps=9), steps)
     assert not nothing.passed and nothing.row()[2] == "nothing"
-
-
-def test_the_watchdog_blames_a_silent_rank_first_then_the_one_behind():
-    at = {"step": 7, "phase": "agreement", "told": 99.0}
-    assert "Rank 1 is behind: step 7, data" in describe({0: at, 1: {**at, "phase": "data"}}, 2, 60, 10, now=100)
-    assert "Rank 0 is behind: step 6, optimizer" in describe(
-        {0: {**at, "step": 6, "phase": "optimizer"}, 1: at}, 2, 60, 10, now=100
-    )
-    silent = describe({0: at, 1: {**at, "told": 50.0}}, 3, 60, 10, now=100)
-    assert "rank 1, 2" in silent and "rank 1 was at step 7, agreement" in silent
-    assert "All ranks are at step 7" in describe({0: at, 1: at}, 2, 60, 10, now=100)
 
 
 def test_the_operands_of_every_product_of_a_module_have_a_name():

@@ -149,7 +149,7 @@ def test_a_rank_that_stands_still_is_named_and_stacks_are_written(tmp_path):
     wait_for_step(config, 3, launcher)
     os.kill(ranks_of(launcher)[1], signal.SIGSTOP)
     code, output = end(launcher)
-    assert code == 1, output
+    assert code == 6, output
     assert "Silent, so stopped or dead: rank 1" in output, output
     stacks = (config.run_folder / "stalls" / "rank-0.txt").read_text()
     assert "Silent, so stopped or dead: rank 1" in stacks and "loop.py" in stacks

@@ -261,7 +261,12 @@ def test_other_plans_train_the_same_and_resume(two, folder, whole, name, section
         ),
         (
             "fp8-weights-tp",
-            {"optimizer": {"name": "fused_adam"}, "precision": {"fp8_weights": True}, "parallel": {"tp": 2}},
+            {
+                "optimizer": {"name": "fused_adam"},
+                "precision": {"fp8_weights": True},
+                "parallel": {"tp": 2},
+                "checkpoint": {"background": True},
+            },
         ),
         ("fp8-head-tp", {"precision": {"fp8_head": True}, "model": {"pad_vocab_to": 256}, "parallel": {"tp": 2}}),
         (

@@ -68,12 +68,79 @@ def test_a_resumed_run_tells_each_step_once(tmp_path):
     assert [line["loss"] for line in lines] == [6 / n for n in range(1, 6)]
 
 
-def test_a_damaged_file_is_named(tmp_path):
+def test_a_damaged_line_is_set_aside_and_said(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\noops\n{"step": 3}\n')
-    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2"):
-        keep_before(path, 9)
-    assert "oops" in path.read_text()
+    path.write_bytes(b'{"step": 1}\noops\n\xff\xfe\n[1]\n{"step": 3}\n{"step": 9}\n')
+    keep_before(path, 9)
+    assert path.read_text() == '{"step": 1}\n{"step": 3}\n'
+    assert path.with_name("metrics.jsonl.damaged").read_bytes() == b"oops\n\xff\xfe\n[1]\n"
+    assert "metrics.jsonl, line 2: not a line of metrics" in caplog.text and "line 4" in caplog.text
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "metrics.jsonl.damaged"]
+
+
+def test_lines_that_cannot_be_written_are_kept_and_written_later(tmp_path, caplog):
+    class Full:
+        """A disk that takes 10 bytes of a line, and no more."""
+
+        def __init__(self) -> None:
+            self.left = 10
+
+        def write(self, data: bytes) -> int:
+            if not self.left:
+                raise OSError(28, "No space left on device")
+            taken, self.left = data[: self.left], 0
+            return file.write(taken)
+
+    with Metrics(tmp_path) as metrics:
+        metrics.record(step(1))
+        file = metrics._file
+        metrics._file = Full()
+        for n in (2, 3):
+            metrics.record(step(n))
+        assert caplog.text.count("No space left on device. Its lines are kept") == 1
+        metrics._file = file
+        metrics.record(step(4))
+    assert [line["step"] for line in read_metrics(metrics.path)] == [1, 2, 3, 4]
+
+
+def test_a_sink_that_fails_is_left_out_with_one_warning(tmp_path, caplog):
+    told = []
+
+    class Good:
+        def record(self, metrics: StepMetrics) -> None:
+            told.append(metrics.step)
+
+        def close(self) -> None:
+            told.append("closed")
+
+    class Dead(Good):
+        def record(self, metrics: StepMetrics) -> None:
+            raise ConnectionError("W&B is down")
+
+        def close(self) -> None:
+            raise AssertionError("it was left out")
+
+    class DiesLast(Good):
+        def close(self) -> None:
+            raise OSError("no such host")
+
+    with Metrics(tmp_path, [Dead(), Good(), DiesLast()]) as metrics:
+        for n in (1, 2):
+            metrics.record(step(n))
+    assert told == [1, 1, 2, 2, "closed"]
+    assert caplog.text.count("Dead failed and is left out from now on: ConnectionError: W&B is down") == 1
+    assert "DiesLast failed" in caplog.text
+
+
+def test_a_console_whose_reader_has_gone_is_given_up_with_one_warning(caplog):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream:
+        console = Console(steps=30, every=1, stream=stream)
+        for n in range(1, 4):
+            console.record(step(n))
+        console.close()
+    assert caplog.text.count("the console is gone") == 1
 
 
 def test_sinks_are_told(tmp_path):

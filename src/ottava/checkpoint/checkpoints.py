@@ -10,10 +10,12 @@ from torch.optim import Optimizer
 
 from ottava.checkpoint.background import Background
 from ottava.checkpoint.digest import algorithm
+from ottava.checkpoint.errors import CheckpointError
 from ottava.checkpoint.load import Loaded, Relaxed, load
 from ottava.checkpoint.save import Save, SaveOptions, no_hook
 from ottava.checkpoint.storage import Location, storage_at
 from ottava.checkpoint.team import Team
+from ottava.notices import log
 
 
 class Checkpoints:
@@ -55,7 +57,9 @@ class Checkpoints:
         self.team = Team(timeout)
         self.last_saved: int | None = None
         """The last step that was committed or loaded."""
-        self._options = SaveOptions(algorithm(hash), keep_last, keep_every, config, hook)
+        self.rotten: set[int] = set()
+        """Steps whose checkpoints were found to be unusable: they do not count for `keep_last`."""
+        self._options = SaveOptions(algorithm(hash), keep_last, keep_every, config, hook, self.rotten)
         self._background = Background(Team(timeout))
 
     def save(self, step: int, state: Mapping[str, Any]) -> Location:
@@ -93,9 +97,10 @@ class Checkpoints:
         """Makes sure that `step` is saved, before the process has to end: waits for its save, or makes it."""
         try:
             self.wait()
-        finally:
-            if self.last_saved != step:
-                self.save(step, state)
+        except CheckpointError as error:  # of a save before this one
+            log.warning("%s", error)
+        if self.last_saved != step:
+            self.save(step, state)
 
     def load(self, state: Any, which: Location | int = "newest", relaxed: Relaxed = Relaxed()) -> Loaded | None:  # noqa: B008
         """Restores `state` from a checkpoint.
@@ -105,7 +110,7 @@ class Checkpoints:
         verifies, ValueError with the keys if state and checkpoint differ in a way that `relaxed` does not allow.
         """
         self.wait()
-        loaded = load(self.team, self.storage, state, which, relaxed)
+        loaded = load(self.team, self.storage, state, which, relaxed, self.rotten)
         self.last_saved = loaded.step if loaded else self.last_saved
         return loaded
 

@@ -17,6 +17,10 @@ class CheckpointError(RuntimeError):
     """
 
 
+class RankLost(CheckpointError):
+    """A rank died or did not answer: what the others do together is over."""
+
+
 class InvalidCheckpoint(CheckpointError):
     """A file of a checkpoint is not what it has to be. The message begins with the file's name."""
 

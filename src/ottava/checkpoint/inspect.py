@@ -56,7 +56,7 @@ def verify(path: Location) -> Iterator[Row]:
 
 
 def newest(path: Location) -> Location:
-    """`path` if it is one checkpoint; of a directory of checkpoints the newest whose manifest and sizes are right.
+    """`path` if it is one checkpoint; of a directory of checkpoints the newest that verifies: its files are read.
 
     >>> newest("run/checkpoints")
     PosixPath('/home/me/run/checkpoints/step-00000100')
@@ -65,11 +65,9 @@ def newest(path: Location) -> Location:
         return path
     rejected = []
     for _, folder in storage_at(path).candidates():
-        try:
-            check_sizes(folder, read_manifest(folder))
+        if not (bad := [row for row in _verify(folder) if not row.good]):
             return folder.path
-        except (InvalidCheckpoint, OSError) as error:
-            rejected.append(Rejected(str(folder.path), str(error)))
+        rejected.append(Rejected(str(folder.path), bad[0].text))
     raise NoUsableCheckpoint.of(str(path), rejected)
 
 

@@ -23,7 +23,7 @@ from ottava.checkpoint.errors import InvalidCheckpoint, NoUsableCheckpoint, Reje
 from ottava.checkpoint.flat import Flat, assign, flatten
 from ottava.checkpoint.manifest import Manifest, check_digest, check_sizes, read_json, read_manifest, read_small
 from ottava.checkpoint.metadata import Chunk, Entry
-from ottava.checkpoint.names import METADATA, STATE, directory_name
+from ottava.checkpoint.names import METADATA, STATE, directory_name, step_of
 from ottava.checkpoint.storage import Folder, Location, Storage, folder_at
 from ottava.checkpoint.team import Team
 
@@ -85,8 +85,10 @@ class Read:
     position: int
 
 
-def load(team: Team, storage: Storage, state: Any, which: Location | int, relaxed: Relaxed) -> Loaded | None:
-    """See `Checkpoints.load`."""
+def load(
+    team: Team, storage: Storage, state: Any, which: Location | int, relaxed: Relaxed, rotten: set[int]
+) -> Loaded | None:
+    """See `Checkpoints.load`. rotten: gets the steps that were found to be unusable."""
     flat = Flat({}, {}, {})
 
     def work() -> Location | int:
@@ -112,6 +114,7 @@ def load(team: Team, storage: Storage, state: Any, which: Location | int, relaxe
             reads, failures = team.attempt(what, lambda: plan_reads(opened, named, wanted))  # noqa: B023
         if failures:
             rejected.append(Rejected(str(folder.path), joined(failures, team.size)))
+            rotten.update({step_of(folder.name)} - {None} if _by_name(which) else ())  # type: ignore[arg-type]
             continue
         assert opened is not None and reads is not None
         team.agree(f"{what}, and tensors may be filled in part", lambda: read_all(folder, reads), lambda _: None)  # noqa: B023

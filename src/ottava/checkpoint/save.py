@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,6 +47,8 @@ class SaveOptions:
     config: Mapping[str, Any] | None = None
     hook: Callable[[str], None] = no_hook
     """Called with the name of each phase as it begins. Tests end the process there."""
+    rotten: set[int] = field(default_factory=set)
+    """Steps that `prune` does not count."""
 
 
 class Save:
@@ -177,10 +179,11 @@ class Save:
         options.hook("rename")
         published = self.storage.publish(self.folder, self.step)
         options.hook("prune")
+        options.rotten.discard(self.step)
         with suppress(
             OSError
-        ):  # the checkpoint is there; what could not be removed now is tried again after the next save
-            prune(self.storage, self.step, options.keep_last, options.keep_every)
+        ):  # the checkpoint is there; what cannot be removed now is tried again after the next save
+            prune(self.storage, self.step, options.keep_last, options.keep_every, options.rotten)
         return published.name
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ottava.checkpoint.errors import CheckpointError, Failure, joined
+from ottava.checkpoint.errors import CheckpointError, Failure, RankLost, joined
 
 Part = TypeVar("Part")
 
@@ -121,10 +121,10 @@ class Team:
         except RuntimeError as error:
             raise self._lost(what, error) from error
 
-    def _lost(self, what: str, error: RuntimeError) -> CheckpointError:
+    def _lost(self, what: str, error: RuntimeError) -> RankLost:
         self.leave()
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        return CheckpointError(
+        return RankLost(
             f"a rank was lost, or did not answer in {self.timeout:g} s; as far as this rank knows, {what}: {reason}"
         )
 

@@ -81,6 +81,17 @@ def _of_a_run(path: str) -> str | Path:
     return found
 
 
+def _free(target: str) -> str:
+    """A directory of checkpoints that no run writes into now: each clears what it takes for remains of interrupted saves."""
+    if "://" not in target:
+        from ottava.train.lock import in_use
+
+        for folder in (Path(target), Path(target).absolute().parent):
+            if holder := in_use(folder):
+                raise ValueError(f"{folder} is in use by {holder}: choose another target.")
+    return target
+
+
 def _newest(path: str) -> str | Path:
     """The checkpoint that a SOURCE names."""
     from ottava.checkpoint import newest
@@ -104,7 +115,7 @@ def _look(options: argparse.Namespace) -> int:
 def _reshard(options: argparse.Namespace) -> int:
     from ottava.checkpoint import reshard
 
-    print(reshard(_newest(options.source), options.target, shards=options.shards))
+    print(reshard(_newest(options.source), _free(options.target), shards=options.shards))
     return 0
 
 
@@ -120,7 +131,11 @@ def _import(options: argparse.Namespace) -> int:
     from ottava.models.hf_files import import_hf
 
     made = import_hf(
-        options.source, options.target, step=options.step, shards=options.shards, pad_vocab_to=options.pad_vocab_to
+        options.source,
+        _free(options.target),
+        step=options.step,
+        shards=options.shards,
+        pad_vocab_to=options.pad_vocab_to,
     )
     print(made)
     return 0

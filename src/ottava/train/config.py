@@ -263,6 +263,9 @@ class CheckpointSection:
     """Where the run begins. exact: at its newest checkpoint that verifies, with everything as it was; in a new run at step 0. none: at
     step 0, and an existing run is an error. Anything else is the path or URL of a checkpoint that a new run begins with; later starts
     go on from its own."""
+    max_failed: int = 10
+    """Saves in a row that may fail (a full disk, a file system that is read-only) before the run ends with exit code 7. Each is a warning
+    and an event in metrics.jsonl, and is tried again after a tenth of checkpoint.every."""
     allow_missing: tuple[str, ...] = ()
     """Entries (patterns such as optimizer.*) that the checkpoint named by load may lack: they keep their first values."""
     allow_extra: tuple[str, ...] = ()
@@ -318,7 +321,12 @@ class HealthSection:
     spike_window: int = 100
     """Steps that a spike is compared with."""
     watchdog_s: float = 600.0
-    """Seconds without a step after which the stalled rank is named and all stacks are written. 0: never."""
+    """Seconds without progress (a microbatch, an evaluation batch, a token of a sample) after which the stalled rank is named, all
+    stacks are written and the run ends with exit code 6. 0: never, nor in the other sections."""
+    watchdog_start_s: float = 1800.0
+    """The same until the first step: connecting, making data and model, loading a checkpoint. 0: not watched."""
+    watchdog_save_s: float = 1800.0
+    """The same for a checkpoint, as long as it holds training up. 0: not watched."""
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ AT_LEAST: dict[tuple[str, str], float] = {
     ("checkpoint", "every"): 0,
     ("checkpoint", "keep"): 0,
     ("checkpoint", "keep_every"): 0,
+    ("checkpoint", "max_failed"): 1,
     ("metrics", "console_every"): 1,
     ("metrics", "prometheus_port"): 0,
     ("metrics", "fp8_every"): 0,
@@ -40,6 +41,8 @@ AT_LEAST: dict[tuple[str, str], float] = {
     ("health", "spike_factor"): 0,
     ("health", "spike_window"): 2,
     ("health", "watchdog_s"): 0,
+    ("health", "watchdog_start_s"): 0,
+    ("health", "watchdog_save_s"): 0,
 }
 FRACTIONS = (
     ("schedule", "final_fraction"),

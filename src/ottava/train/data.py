@@ -144,6 +144,16 @@ class Data:
         """Sequences in all sources."""
         return sum(source.size for source in self.sources)
 
+    @property
+    def identity(self) -> list[dict[str, Any]]:
+        """What the files are, by size and content: a run keeps it, and goes on with no others."""
+        return [source.file.identity for source in self.sources]
+
+    def check_unchanged(self) -> None:
+        """TokenFileError, with its name, for a file that is not what it was when it was opened."""
+        for source in self.sources:
+            source.file.check_unchanged()
+
     def locate(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(source, first token there) of each sample number."""
         which, turn = self._turn(samples)

@@ -44,12 +44,17 @@ class Health:
         self._in_a_row += 1
         if self._in_a_row <= self.section.retries:
             return "skip"
-        if self.rollbacks >= self.section.retries:
-            raise NonFinite(
-                f"Step {step}: loss {loss}, gradient norm {grad_norm}, after {self._in_a_row - 1} skipped steps in a row and "
-                f"{self.rollbacks} rollbacks (health.retries = {self.section.retries})."
-            )
+        self.check_rollbacks(
+            step,
+            f"Step {step}: loss {loss}, gradient norm {grad_norm}, after {self._in_a_row - 1} skipped steps in a row and",
+        )
         return "roll back"
+
+    def check_rollbacks(self, step: int, why: str) -> None:
+        """`step` is a reason to go back. Raises NonFinite, with it, if that was tried often enough."""
+        self._failed_at = max(self._failed_at, step)
+        if self.rollbacks >= self.section.retries:
+            raise NonFinite(f"{why} {self.rollbacks} rollbacks (health.retries = {self.section.retries}).")
 
     @property
     def trusted(self) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import sys
 import tempfile
 import threading
@@ -17,13 +16,22 @@ import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ottava.train import exits
 from ottava.train.config import Config
+from ottava.train.console import say, settle, tell
+from ottava.train.signals import LauncherSignals, RankSignals, held_back, let_through
+
+if TYPE_CHECKING:
+    from ottava.train.watchdog import FrozenRanks
 
 GRACE_S = 15.0
 """Ranks get this long to end by themselves after one has failed: the others may wait for it in a collective."""
+STALLED_GRACE_S = 8.0
+"""The same when a watchdog has ended one: the others' have looked at the same clock."""
+UNKILLABLE_S = 5.0
+"""What the system gets to end a process that was killed."""
 
 
 def launch(config: Config) -> int:
@@ -35,25 +43,32 @@ def launch(config: Config) -> int:
 
     place = Place.from_torchrun()
     if place is not None:
-        code, text = run_rank(config, place)
+        stop = RankSignals(speaks=place.rank == 0, alone=True)
+        stop.__enter__()  # for good: a signal must not kill a rank on its way out either
+        code, text = run_rank(config, place, stop)
         if text:
-            print(f"ottava train: rank {place.rank}: {text}", file=sys.stderr, flush=True)
+            say(f"ottava train: rank {place.rank}: {text}", sys.stderr)
+        settle()
         return code
     return _start(config, local_ranks(config.parallel.ranks))
 
 
-def run_rank(config: Config, place: Any) -> tuple[int, str]:
-    """One rank from beginning to end: (exit code, what is to be said about a failure)."""
+def run_rank(config: Config, place: Any, stop: RankSignals | None = None) -> tuple[int, str]:
+    """One rank from beginning to end: (exit code, what is to be said about a failure). stop: what handles signals already."""
     from ottava.checkpoint import NoUsableCheckpoint
     from ottava.train.loop import train
+    from ottava.train.watchdog import Watchdog
     from ottava.train.world import World
 
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS may not be deterministic
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that torch remembers, for the watchdog
     try:
-        with World(place, timeout=4 * config.health.watchdog_s or 1800.0) as world:
-            return train(config, world), ""
+        with (
+            Watchdog(config, place.rank, place.size, stop) as watchdog,
+            World(place, 4 * config.health.watchdog_s or 1800.0, watchdog.connect) as world,
+        ):
+            return train(config, world, stop, watchdog), ""
     except NoUsableCheckpoint as error:
         return exits.NO_CHECKPOINT, str(error)
     except ValueError as error:
@@ -75,6 +90,8 @@ def _keep_traceback(config: Config, rank: int) -> None:
 def _start(config: Config, count: int) -> int:
     import torch.distributed as dist
 
+    from ottava.train.watchdog import FrozenRanks
+
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="ottava-") as folder:
@@ -82,15 +99,20 @@ def _start(config: Config, count: int) -> int:
             context.Process(target=_rank, args=(config, rank, count, store.port, folder), name=f"rank {rank}")
             for rank in range(count)
         ]
-        _Stop(processes)
-        for process in processes:
-            process.start()
-        first = _wait(processes)
+        signals = LauncherSignals(processes)
+        signals.__enter__()
+        with held_back():
+            for process in processes:
+                process.start()
+        frozen = FrozenRanks(config.health, store, count)
+        first = _wait(processes, frozen)
         failures = {rank: (Path(folder) / f"{rank}.txt") for rank in range(count)}
         texts = {rank: path.read_text(encoding="utf-8") for rank, path in failures.items() if path.is_file()}
-    code = _code(processes[first].exitcode)
-    if code not in (exits.DONE, exits.GATE_FAILED, exits.NON_FINITE, exits.STOPPED):
-        print(_report(first, code, texts), file=sys.stderr, flush=True)
+    code = exits.STALLED if frozen.killed else _code(processes[first].exitcode)
+    code = exits.ABANDONED if signals.abandoned else code
+    if code not in exits.TOLD:
+        say(_report(first, code, texts), sys.stderr)
+    settle()
     return code
 
 
@@ -98,12 +120,14 @@ def _rank(config: Config, rank: int, count: int, port: int, folder: str) -> None
     """The process of one rank."""
     from ottava.train.world import Place
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the launcher, which asks all ranks to stop
+    stop = RankSignals()
+    stop.__enter__()
+    let_through()
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    code, text = run_rank(config, Place(rank, count, rank, count, "localhost", port))
+    code, text = run_rank(config, Place(rank, count, rank, count, "localhost", port), stop)
     if text:
         (Path(folder) / f"{rank}.txt").write_text(text, encoding="utf-8")
-    sys.stdout.flush()
+    settle()
     sys.exit(code)
 
 
@@ -115,22 +139,7 @@ def _end_with_parent() -> None:
     os._exit(exits.FAILED)
 
 
-class _Stop:
-    """SIGTERM and Ctrl-C: the first asks every rank to save and end, a second one ends them."""
-
-    def __init__(self, processes: Sequence[Any]) -> None:
-        self._processes, self._asked = processes, False
-        signal.signal(signal.SIGTERM, self._handle)
-        signal.signal(signal.SIGINT, self._handle)
-
-    def _handle(self, *_: Any) -> None:
-        for process in self._processes:
-            if process.is_alive():
-                process.kill() if self._asked else process.terminate()
-        self._asked = True
-
-
-def _wait(processes: Sequence[Any]) -> int:
+def _wait(processes: Sequence[Any], frozen: FrozenRanks | None = None) -> int:
     """Until all ranks have ended. Returns the one whose exit code counts: the first that failed, or 0."""
     first: int | None = None
     deadline: float | None = None
@@ -142,13 +151,28 @@ def _wait(processes: Sequence[Any]) -> int:
         if not running:
             break
         if failed and first is None:
-            first, deadline = failed[0], time.monotonic() + GRACE_S
+            first = failed[0]
+            deadline = time.monotonic() + (STALLED_GRACE_S if codes[first] == exits.STALLED else GRACE_S)
         left = None if deadline is None else deadline - time.monotonic()
         if left is not None and left <= 0:
             for process in running:
                 process.kill()
-        wait([process.sentinel for process in running], timeout=None if left is None else max(left, 0.1))
+        if left is not None and left <= -UNKILLABLE_S:
+            _leave_behind(running, _code(codes[failed[0]]) if failed else exits.STALLED)
+        elif frozen is not None and left is None and (killed := frozen.kill(processes)):
+            first, deadline = killed[0], time.monotonic() + STALLED_GRACE_S
+        pause = frozen.pause if frozen is not None else None
+        wait([process.sentinel for process in running], timeout=pause if left is None else max(left, 0.1))
+    if exits.STALLED in codes:  # it has killed the one that it waited for
+        return codes.index(exits.STALLED)
     return first if first is not None else (failed[0] if failed else 0)
+
+
+def _leave_behind(processes: Sequence[Any], code: int) -> None:
+    """Not even SIGKILL ends a process that the kernel waits in, such as for a frozen file system; a scheduler must be told all the same."""
+    names = ", ".join(process.name for process in processes)
+    tell(f"ottava train: {names} cannot be killed (frozen in the kernel), and is left behind.")
+    os._exit(code)
 
 
 def _code(exitcode: int | None) -> int:

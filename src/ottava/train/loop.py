@@ -9,31 +9,35 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ottava.checkpoint import StopSignal
 from ottava.distributed.gradients import gradient_sync
 from ottava.distributed.waits import comm_wait_hook
 from ottava.optimizers import FusedAdam
 from ottava.train import exits, run_folder
 from ottava.train.clock import Clock
 from ottava.train.config import Config
+from ottava.train.console import say
 from ottava.train.data import IGNORED, Batch, Data, Prefetch
 from ottava.train.evaluate import evaluate
-from ottava.train.exits import NonFinite
+from ottava.train.exits import NonFinite, NotSaved
 from ottava.train.fp8_health import Fp8Health
 from ottava.train.gates import judge
 from ottava.train.health import Health
+from ottava.train.lock import RunLock
 from ottava.train.metrics import read_metrics
 from ottava.train.microbatch_graph import microbatch_graphs
 from ottava.train.model import DistributedModel
 from ottava.train.optimizer import Numbers, clip_gradients, make_optimizer, set_lr
 from ottava.train.recorder import Recorder
 from ottava.train.sample import generate
+from ottava.train.saves import Saves
 from ottava.train.schedule import lr_fraction
+from ottava.train.signals import RankSignals
 from ottava.train.state import RunState
 from ottava.train.summary import as_text, summarize, table
 from ottava.train.tokenize import Tokenizer, load_tokenizer, standard_library
@@ -41,8 +45,10 @@ from ottava.train.watchdog import Watchdog
 from ottava.train.world import World
 
 
-def train(config: Config, world: World) -> int:
+def train(config: Config, world: World, stop: RankSignals | None = None, watchdog: Watchdog | None = None) -> int:
     """Trains until the end, a signal or a failure; returns the exit code. Every rank calls it.
+
+    stop, watchdog: what handles signals and watches already.
 
     >>> with World(place, timeout=600.0) as world:
     ...     sys.exit(train(config, world))
@@ -50,12 +56,12 @@ def train(config: Config, world: World) -> int:
     if config.train.deterministic:
         torch.use_deterministic_algorithms(True)
     with ExitStack() as resources:
-        loop = Loop(config, world, resources)
+        loop = Loop(config, world, resources, stop, watchdog)
         try:
             code = loop.run()
-        except NonFinite as error:
+        except (NonFinite, NotSaved) as error:
             loop.say(f"ottava train: {error}")
-            code = exits.NON_FINITE
+            code = exits.NON_FINITE if isinstance(error, NonFinite) else exits.NOT_SAVED
         return loop.finish(code)
 
 
@@ -74,8 +80,21 @@ class Step:
 class Loop:
     """One run. Resources that must be closed go to `resources`."""
 
-    def __init__(self, config: Config, world: World, resources: ExitStack) -> None:
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        resources: ExitStack,
+        stop: RankSignals | None = None,
+        watchdog: Watchdog | None = None,
+    ) -> None:
         self.config, self.world = config, world
+        lock = RunLock(config.run_folder)
+        resources.callback(lock.release)
+        world.on_rank0(lock.take)
+        self.stop = stop or resources.enter_context(RankSignals())
+        self.watchdog = watchdog or resources.enter_context(Watchdog(config, world.rank, world.size))
+        self.watchdog.connect(world.store)
         self.data, self.validation = open_data(config, world)
         self.tokenizer = open_tokenizer(config, self.data) if config.train.sample_tokens else None
         if (config.model.vocab_size or self.data.vocab_size) < self.data.vocab_size:
@@ -86,17 +105,18 @@ class Loop:
         self._check_batch()
         self.optimizer = make_optimizer(config, self.model.module, self.model.decaying)
         self.model.renew_copies_after(self.optimizer)
-        world.on_rank0(lambda: run_folder.prepare(config))
+        world.on_rank0(lambda: run_folder.prepare(config, self.data.identity))
         self.state = RunState(config, self.model, self.optimizer)
         resources.callback(self.state.checkpoints.close)
+        self.watchdog.beat(0, "load")
         self.done = self._resume()
         self.clock, self.health = Clock(world.device), Health(config.health)
         self.fp8 = Fp8Health(config, self.model, world)
         self.graphs = microbatch_graphs(config, self.model, world)
         self.recorder = Recorder(config, world, self.model, self.done)
         resources.callback(self.recorder.close)
-        self.watchdog = resources.enter_context(Watchdog(config, world))
-        self.stop = resources.enter_context(StopSignal())
+        self.saves = Saves(config.checkpoint, self.state, self.recorder)
+        self._back_at: int | None = None  # the step that the run was last rolled back to
         self.batches = self._prefetch()
         resources.callback(lambda: self.batches.close())
         self.sample: str | None = None
@@ -106,18 +126,20 @@ class Loop:
     def run(self) -> int:
         """All steps that are left. Returns the exit code."""
         config = self.config.train
+        if self.world.sum([float(self.stop.requested)])[0]:
+            return exits.STOPPED  # before the first step: there is nothing to save
         while self.done < config.steps:
             self.clock.restart()
-            if self._due(self.config.checkpoint.every) and self._worth_saving():
-                with self.clock("checkpoint"):
-                    self._save()
+            if self.saves.due(self.done) and self.health.trusted and not self._save():
+                continue  # rolled back
             found = self._step()
             if found is None:
                 continue  # rolled back
             if found.stop:
-                self._save(wait=True)
+                self._save_and_stop()
                 return exits.STOPPED
-        self._save(wait=True)
+        self._begin_save()
+        self.saves.last(self.done)
         return exits.DONE
 
     def _step(self) -> Step | None:
@@ -217,25 +239,47 @@ class Loop:
 
     # ---------------------------------------------------------------------------------------------------- between steps
 
-    def _save(self, wait: bool = False) -> None:
-        """A checkpoint; the steps that it contains have their lines first."""
+    def _begin_save(self) -> None:
+        """The steps that a checkpoint contains have their lines first."""
         self.watchdog.beat(self.done, "checkpoint")
         self.recorder.write()
-        self.state.save(self.done, wait=wait)
+        self.world.on_rank0(self.data.check_unchanged)
+
+    def _save(self) -> bool:
+        """A checkpoint. False if the weights were not finite, and the run went back to one where they are."""
+        self._begin_save()
+        try:
+            with self.clock("checkpoint"):
+                self.saves.save(self.done)
+        except NonFinite as error:
+            self.say(f"ottava train: {error}")
+            self.health.check_rollbacks(self.done, str(error))
+            self._roll_back(self.done)
+            return False
+        return True
+
+    def _save_and_stop(self) -> None:
+        """What a signal asks for. A state that cannot be trusted is left: the next start goes on from the checkpoint before."""
+        self._begin_save()
+        try:
+            if not self.health.trusted:
+                raise NonFinite(
+                    f"Step {self.done} is not saved: it was skipped, because loss or gradients are not finite."
+                )
+            self.saves.last(self.done)
+        except NonFinite as error:
+            self.say(f"ottava train: {error} The newest checkpoint is of step {self.state.checkpoints.last_saved}.")
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.done > 0 and self.done % every == 0
-
-    def _worth_saving(self) -> bool:
-        return self.done != self.state.checkpoints.last_saved and self.health.trusted
 
     def _look_at_the_model(self) -> float | None:
         """Validation loss and a sample, where they are due."""
         config, last = self.config.train, self.done == self.config.train.steps
         validation = None
         if self.validation is not None and (last or self._due(config.evaluate_every)):
-            self.watchdog.beat(self.done, "evaluation")
-            validation = evaluate(self.model, self.validation, self.config, self.world)
+            beat = partial(self.watchdog.beat, self.done, "evaluation")
+            validation = evaluate(self.model, self.validation, self.config, self.world, beat)
         if self.tokenizer is not None and (last or self._due(config.sample_every)):
             self.watchdog.beat(self.done, "sample")
             self.sample = self._sample(self.tokenizer)
@@ -255,20 +299,27 @@ class Loop:
                 end_token=tokenizer.end_token,
                 device=self.world.device,
                 multiple=self.config.parallel.tp,
+                beat=partial(self.watchdog.beat, self.done, "sample"),
             )
         return config.sample_prompt + tokenizer.decode(tokens)
 
     def _roll_back(self, failed: int) -> None:
         """To the last checkpoint; the steps after it are done again, on the same data."""
         self.batches.close()
-        loaded = self.state.load()
+        loaded = None
+        if (
+            self.health.rollbacks and self._back_at is not None
+        ):  # twice from the same place: what lies there is not good
+            self.state.checkpoints.rotten.add(self._back_at)
+            loaded = self.state.load(below=self._back_at)
+        loaded = loaded or self.state.load()
         if loaded is None:
             raise NonFinite(f"Step {failed} is not finite, and there is no checkpoint to go back to.")
         self.health.rolled_back()
         self.optimizer.zero_grad()
         if self.graphs is not None:
             self.graphs.forget()
-        self.done = loaded.step
+        self.done = self._back_at = loaded.step
         self.batches = self._prefetch()
         self.recorder.rewind(self.done, f"rolled back from step {failed}: not finite")
         self.say(f"Step {failed} is not finite: back to the checkpoint of step {self.done}.")
@@ -315,14 +366,20 @@ class Loop:
     def finish(self, code: int) -> int:
         """Writes and prints the summary; judges the gates. Returns the exit code."""
         failed = False
+        self.watchdog.beat(self.done, "end")
         self.recorder.write()
         if self.world.leads:
             lines = list(read_metrics(self.recorder.path)) if self.recorder.path.is_file() else []
             gates = judge(self.config.gate, lines) if code == exits.DONE else []
             failed = not all(gate.passed for gate in gates)
             outcome = exits.OUTCOMES[exits.GATE_FAILED if failed else code]
+            if code == exits.STOPPED:
+                outcome = f"stopped by {self.stop.name}"
             summary = summarize(self.config, outcome, lines, gates, sample=self.sample)
-            run_folder.write_summary(self.config.run_folder, summary)
+            try:
+                run_folder.write_summary(self.config.run_folder, summary)
+            except OSError as error:  # a full disk: it is printed all the same
+                self.say(f"ottava train: summary.json cannot be written: {error.strerror}.")
             self.say("\n" + as_text(self.config, summary))
             if gates:
                 self.say("\nGates\n" + table([gate.row() for gate in gates]))
@@ -331,7 +388,7 @@ class Loop:
     def say(self, text: str) -> None:
         """Prints, once."""
         if self.world.leads:
-            print(text, flush=True)
+            say(text)
 
 
 def open_data(config: Config, world: World) -> tuple[Data, Data | None]:

@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from ottava.checkpoint.names import sync_directory
+from ottava.notices import warn_once
 
 FILE = "metrics.jsonl"
 
@@ -86,7 +89,7 @@ class Sink(Protocol):
 
 
 class Metrics:
-    """Writes RUN/metrics.jsonl and tells the sinks. On one rank only.
+    """Writes RUN/metrics.jsonl and tells the sinks. On one rank only. Nothing that fails here stops a run.
 
     first_step: the step that comes next; lines of this and later steps, from before a restart, are dropped.
 
@@ -97,28 +100,50 @@ class Metrics:
     def __init__(self, run: Path, sinks: Iterable[Sink] = (), first_step: int = 1) -> None:
         self.path = run / FILE
         self.sinks = list(sinks)
+        self._unwritten = b""
+        """Lines that the disk has not taken yet."""
         run.mkdir(parents=True, exist_ok=True)
         keep_before(self.path, first_step)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = self.path.open("ab", buffering=0)
 
     def record(self, metrics: StepMetrics) -> None:
-        """One step. The line is in the file when this returns, so that it outlives a killed process."""
-        self._file.write(metrics.line() + "\n")
-        self._file.flush()
-        for sink in self.sinks:
-            sink.record(metrics)
+        """One step. The line is in the file when this returns, so that it outlives a killed process; or it is tried with the next."""
+        self._unwritten += (metrics.line() + "\n").encode()
+        self._write()
+        for sink in list(self.sinks):
+            self._tell(sink, lambda: sink.record(metrics))  # noqa: B023
+
+    def _write(self) -> None:
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            warn_once(
+                f"{self.path} cannot be written: {error.strerror}. Its lines are kept and written when they can be."
+            )
+
+    def _tell(self, sink: Sink, work: Callable[[], None]) -> None:
+        """A sink that fails is told nothing more."""
+        try:
+            work()
+        except Exception as error:
+            name = type(sink).__name__
+            warn_once(f"ottava train: {name} failed and is left out from now on: {type(error).__name__}: {error}")
+            self.sinks.remove(sink)
 
     def rewind(self, first_step: int) -> None:
         """The step that comes next is `first_step` (again): later lines are dropped."""
+        self._write()
         self._file.close()
         keep_before(self.path, first_step)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = self.path.open("ab", buffering=0)
 
     def close(self) -> None:
         """Closes file and sinks."""
+        self._write()
         self._file.close()
-        for sink in self.sinks:
-            sink.close()
+        for sink in list(self.sinks):
+            self._tell(sink, sink.close)
 
     def __enter__(self) -> Metrics:
         return self
@@ -128,28 +153,51 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a metrics file. A last line that a killed process left unfinished is passed over; any other is an error.
+    """The lines of a metrics file. A last line that a killed process left unfinished is passed over; so is a damaged one, with a warning.
 
     >>> [line["loss"] for line in read_metrics(Path("runs/debug/metrics.jsonl"))]
     """
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    for _, found in _lines(path):
+        if found is not None:
+            yield found
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """(bytes, what they say) of each line but an unfinished last one; None: damaged, which is said once."""
+    lines = path.read_bytes().splitlines(keepends=True)
     for number, line in enumerate(lines, 1):
         try:
             found = json.loads(line)
             if not isinstance(found, dict) or not isinstance(found.get("step"), int):
                 raise ValueError("no step in it")
-        except ValueError as error:
-            if number == len(lines) and not line.endswith("\n"):
+        except (ValueError, RecursionError) as error:
+            if number == len(lines) and not line.endswith(b"\n"):
                 return
-            raise ValueError(f"{path}, line {number}: not a line of metrics ({error}).") from error
-        yield found
+            warn_once(f"{path}, line {number}: not a line of metrics, passed over ({error}).")
+            found = None
+        yield line, found
 
 
 def keep_before(path: Path, step: int) -> None:
-    """Drops the lines of `step` and later ones. The file is replaced in one go."""
+    """Drops the lines of `step` and later ones. The file is replaced in one go; damaged lines go to FILE.damaged beside it."""
     if not path.exists():
         return
-    kept = [json.dumps(line) + "\n" for line in read_metrics(path) if line["step"] < step]
+    lines = list(_lines(path))
+    if damaged := b"".join(line for line, found in lines if found is None):
+        with path.with_name(f"{path.name}.damaged").open("ab") as file:
+            file.write(damaged)
+    write_whole(path, b"".join(line for line, found in lines if found is not None and found["step"] < step))
+
+
+def write_whole(path: Path, content: bytes | str) -> None:
+    """A file that is either the old one or the new one, never half of it, also after a power cut."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text("".join(kept), encoding="utf-8")
-    partial.replace(path)
+    try:
+        with partial.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    sync_directory(path.parent)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import platform
 import resource
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import NamedTuple
 
 import torch
 
+from ottava.notices import warn_once
 from ottava.train.clock import PARTS, Span
 from ottava.train.config import Config
 from ottava.train.flops import Bound, Peak, device_peak, measure_peak, quantized_precision
@@ -115,6 +117,10 @@ class Recorder:
         self._attempt = next_attempt(self.config.run_folder)
         return Metrics(self.config.run_folder, _sinks(self.config), first_step=done + 1)
 
+    def note(self, event: str) -> None:
+        """Something that happened between steps: the next line says it."""
+        self._event = "; ".join(filter(None, (self._event, event)))
+
     def rewind(self, done: int, event: str) -> None:
         """The run went back to where `done` steps are done; the next line says why."""
         self._event, self._kept = event, None
@@ -159,11 +165,22 @@ def _bound(config: Config, world: World, model: DistributedModel) -> Bound:
 
 def _sinks(config: Config) -> list[Sink]:
     section, folder = config.metrics, config.run_folder
-    sinks: list[Sink] = [Console(config.train.steps, section.console_every)]
+    wanted: list[Callable[[], Sink]] = [lambda: Console(config.train.steps, section.console_every)]
     if section.tensorboard:
-        sinks.append(TensorBoard(folder))
+        wanted.append(lambda: TensorBoard(folder))
     if section.wandb != "off":
-        sinks.append(WandB(folder, section.wandb_project, section.wandb, asdict(config)))
+        wanted.append(lambda: WandB(folder, section.wandb_project, section.wandb, asdict(config)))
     if section.prometheus_port is not None:
-        sinks.append(Prometheus(section.prometheus_port, section.mfu_baseline))
+        port = section.prometheus_port
+        wanted.append(lambda: Prometheus(port, section.mfu_baseline))
+    sinks = []
+    for make in wanted:
+        try:
+            sinks.append(make())
+        except ValueError:  # a mistake in the configuration: a package that is missing, a port that is taken
+            raise
+        except Exception as error:
+            warn_once(
+                f"ottava train: a sink of metrics cannot be had, and is left out: {type(error).__name__}: {error}"
+            )
     return sinks

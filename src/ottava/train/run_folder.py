@@ -1,4 +1,4 @@
-"""The folder of a run: config.toml, metrics.jsonl, fp8.jsonl, summary.json, checkpoints/, stalls/.
+"""The folder of a run: config.toml, data.json, lock, metrics.jsonl, fp8.jsonl, summary.json, checkpoints/, stalls/.
 
 A run that is there already is continued, and has to be the same run: `check_same` names what would make it another.
 """
@@ -6,16 +6,25 @@ A run that is there already is continued, and has to be the same run: `check_sam
 from __future__ import annotations
 
 import json
-import os
 import tomllib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
+from ottava.checkpoint import CheckpointError
+from ottava.checkpoint.manifest import check_digest, read_json, read_manifest
+from ottava.checkpoint.names import STATE
+from ottava.checkpoint.storage import storage_at
+from ottava.notices import warn_once
 from ottava.train.arguments import to_toml
 from ottava.train.config import Config
-from ottava.train.metrics import FILE, finite, read_metrics
+from ottava.train.metrics import FILE, finite, read_metrics, write_whole
 
 CONFIG_FILE = "config.toml"
+DATA_FILE = "data.json"
 SUMMARY_FILE = "summary.json"
 
 SAME: dict[str, tuple[str, ...]] = {
@@ -28,23 +37,27 @@ SAME: dict[str, tuple[str, ...]] = {
 """Keys that a resumed run may not change, by section; () is all of it. They decide what the weights are and which sample comes next."""
 
 
-def prepare(config: Config) -> None:
-    """Makes the folder, or checks that it holds this run; writes the configuration. For the leading rank."""
+def prepare(config: Config, data: Sequence[Mapping[str, Any]] = ()) -> None:
+    """Makes the folder, or checks that it holds this run; writes the configuration. For the leading rank.
+
+    data: what the token files are (`Data.identity`).
+    """
     folder = config.run_folder
-    if (folder / CONFIG_FILE).is_file() and any((folder / "checkpoints").glob("step-*")):
+    if any((folder / "checkpoints").glob("step-*")):
         if config.checkpoint.load == "none":
             raise ValueError(
                 f"{folder} has a run already, and checkpoint.load is none: choose another train.run, or remove the folder."
             )
         check_same(config, folder)
+        check_data(folder, data)
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / CONFIG_FILE, to_toml(config))
+    write_whole(folder / DATA_FILE, json.dumps({"files": list(data)}, indent=2) + "\n")
 
 
 def check_same(config: Config, folder: Path) -> None:
     """Raises ValueError with every key that makes this another run than the one in `folder`."""
-    then = tomllib.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    now = tomllib.loads(to_toml(config))
+    then, now = _configuration(folder), tomllib.loads(to_toml(config))
     differences = [
         f"{section}.{key} was {then.get(section, {}).get(key)!r}, now {now[section].get(key)!r}"
         for section, keys in SAME.items()
@@ -55,6 +68,58 @@ def check_same(config: Config, folder: Path) -> None:
         raise ValueError(
             f"{folder} holds another run: {'; '.join(differences)}. Choose another train.run, or go on with its settings."
         )
+
+
+def check_data(folder: Path, data: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ValueError with the file if a run in `folder` was trained on other tokens under the same name."""
+    path = folder / DATA_FILE
+    try:
+        then = json.loads(path.read_text(encoding="utf-8"))["files"]
+        known = {file["path"]: file for file in then}
+    except FileNotFoundError:
+        return  # a run from before there was one
+    except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:
+        warn_once(
+            f"{path} is damaged ({error}): that the data are the same cannot be checked, and they are taken as they are."
+        )
+        return
+    for now in data:
+        before = known.get(now["path"])
+        if before is not None and before != now:
+            raise ValueError(
+                f"{now['path']} is not the file that {folder} was trained on: it has {now['bytes']} bytes (then {before['bytes']}), or "
+                "other tokens. Bring the old one back, or choose another train.run."
+            )
+
+
+def _configuration(folder: Path) -> dict[str, Any]:
+    """That of the run in `folder`: of config.toml, or, where that is lost or damaged, of its newest checkpoint that can be read."""
+    path = folder / CONFIG_FILE
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+        reason = "" if "model" in found else "empty"
+    except FileNotFoundError:
+        reason = "missing"
+    except (ValueError, RecursionError, OSError) as error:
+        reason = f"damaged ({error})"
+    if not reason:
+        return found
+    for _, checkpoint in storage_at(folder / "checkpoints").candidates():
+        with suppress(CheckpointError, OSError, KeyError, TypeError, AttributeError):
+            check_digest(checkpoint, read_manifest(checkpoint), STATE)
+            kept = read_json(checkpoint, STATE)["config"]
+            found = tomllib.loads(tomli_w.dumps(_told({section: kept[section] for section in SAME})))
+            warn_once(f"{path} is {reason}: the configuration that {checkpoint.name} was saved with is taken for it.")
+            return found
+    raise ValueError(
+        f"{path} is {reason}, and no checkpoint has the configuration: which run this is cannot be known. Write the configuration "
+        "that it was started with to that file, or choose another train.run."
+    )
+
+
+def _told(value: Any) -> Any:
+    """As config.toml tells it: what is None is left out."""
+    return {k: _told(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
 def next_attempt(folder: Path) -> int:
@@ -68,13 +133,6 @@ def next_attempt(folder: Path) -> int:
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:
     """summary.json."""
     write_whole(folder / SUMMARY_FILE, json.dumps(_plain(summary), indent=2) + "\n")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """A file that is either the old one or the new one, never half of it."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 def _plain(value: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.nn.functional import pad
@@ -18,12 +20,13 @@ def generate(
     end_token: int | None = None,
     device: torch.device | None = None,
     multiple: int = 1,
+    beat: Callable[[], None] = lambda: None,
 ) -> list[int]:
     """Up to `count` tokens after `prompt`; fewer if `end_token` comes, which is left out. The model sees the last `max_length` tokens.
 
     temperature 0 takes the likeliest token. All ranks of a sharded model must call this together; they draw the same tokens, because
     the numbers come from `seed` on the CPU. device: by default that of the parameters. multiple: lengths that the model takes, where
-    ranks split sequences; what is added stands after the last token, which does not see it.
+    ranks split sequences; what is added stands after the last token, which does not see it. beat: called before each token.
 
         >>> ByteTokenizer().decode(generate(model, list(b"def "), count=100, max_length=128))
     """
@@ -38,6 +41,7 @@ def generate(
     tokens = list(prompt)
     try:
         for _ in range(count):
+            beat()
             window = torch.tensor([tokens[-max_length:]], device=device)
             length = window.shape[1]
             logits = model(pad(window, (0, -length % multiple)))[0, length - 1].float().cpu()

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
+from ottava.train.console import say
 from ottava.train.metrics import StepMetrics
 
 
@@ -69,7 +70,7 @@ class Console:
             if notable:
                 self._progress.console.print(line, highlight=False)
         elif notable or metrics.step % self.every == 0 or metrics.step in (1, self.steps):
-            print(line, file=self.stream, flush=True)
+            say(line, self.stream)
 
     def close(self) -> None:
         """Leaves the last line standing."""

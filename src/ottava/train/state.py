@@ -6,17 +6,29 @@ data and the random numbers of a step are functions of the step, so the step is 
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ottava.checkpoint import Checkpoints, Loaded, Relaxed, load_model_state, model_state
+from ottava.checkpoint import (
+    Checkpoints,
+    Loaded,
+    NoUsableCheckpoint,
+    Rejected,
+    Relaxed,
+    load_model_state,
+    model_state,
+)
+from ottava.checkpoint.errors import listed
 from ottava.models import LlamaConfig
 from ottava.models.hf_files import described
 from ottava.train.config import Config
+from ottava.train.exits import NonFinite
 from ottava.train.model import DistributedModel
+from ottava.train.trust import non_finite
 
 _DELAYED = ["delayed.*"]
 RELAXED = Relaxed(extra=_DELAYED)
@@ -43,8 +55,10 @@ class RunState:
         )
 
     def save(self, step: int, wait: bool = False) -> None:
-        """After `step` steps. wait: it is committed when this returns."""
+        """After `step` steps. wait: it is committed when this returns. NonFinite, and no save, if it could not be trusted."""
         state = model_state(self.model.module, self.optimizer) | {"step": step}
+        if bad := self._non_finite(state):
+            raise NonFinite(f"Step {step} is not saved: {listed(bad, 4)} is not finite.")
         if self.section.background and not wait:
             self.checkpoints.save_async(step, state, until=self.optimizer)
         else:
@@ -59,16 +73,57 @@ class RunState:
         if loaded is not None or chosen == "exact":
             return loaded
         try:
-            return self._load(chosen if "://" in chosen else Path(chosen).expanduser(), self._allowed())
+            loaded = self._load(chosen if "://" in chosen else Path(chosen).expanduser(), self._allowed())
         except ValueError as error:
             flags = "checkpoint.allow_missing, allow_extra, allow_shape and allow_dtype"
             raise ValueError(f"{error}\nIn a configuration these are {flags}.") from error
+        if bad := self._non_finite(model_state(self.model.module, self.optimizer)):
+            raise ValueError(
+                f"checkpoint.load {chosen}: {listed(bad, 4)} is not finite there. Take another checkpoint."
+            )
+        return loaded
 
-    def load(self) -> Loaded | None:
-        """Restores the newest checkpoint of the run that verifies; None if there is none at all."""
-        return self._load("newest", RELAXED)
+    def load(self, below: int | None = None) -> Loaded | None:
+        """Restores the newest checkpoint of the run that verifies and holds finite numbers alone; None if there is none at all.
 
-    def _load(self, which: str | Path, relaxed: Relaxed) -> Loaded | None:
+        below: of an earlier step than this one. NoUsableCheckpoint if there are some, and none is good.
+        """
+        checkpoints = self.checkpoints
+        rejected: list[Rejected] = []
+        for step in checkpoints.team.agree("no checkpoint was found", lambda: None, lambda _: self._steps(below)):
+            try:
+                loaded = self._load(step, RELAXED)
+            except NoUsableCheckpoint as error:
+                rejected += error.rejected
+                continue
+            assert loaded is not None
+            bad = self._non_finite(model_state(self.model.module, self.optimizer))
+            if not bad:
+                return replace(loaded, rejected=tuple(rejected))
+            rejected.append(Rejected(str(loaded.path), f"{listed(bad, 4)} is not finite."))
+            checkpoints.rotten.add(step)
+        if rejected:
+            raise NoUsableCheckpoint.of(str(checkpoints.storage.path), rejected)
+        return None
+
+    def _steps(self, below: int | None) -> list[int]:
+        """Of everything that is called a checkpoint, newest first. In rank 0."""
+        storage = self.checkpoints.storage
+        with suppress(OSError):  # a directory that may only be read has to be enough
+            storage.recover()
+        return [step for step, _ in storage.candidates() if below is None or step < below]
+
+    def _non_finite(self, state: dict[str, Any]) -> list[str]:
+        """Tensors with numbers that are not finite, in any rank."""
+
+        def combine(parts: list[list[str]]) -> list[str]:
+            return sorted({name for part in parts for name in part})
+
+        return self.checkpoints.team.agree(
+            "looking for numbers that are not finite", lambda: non_finite(state), combine
+        )
+
+    def _load(self, which: str | int | Path, relaxed: Relaxed) -> Loaded | None:
         settings = [_settings(group) for group in self.optimizer.param_groups]
         loaded = load_model_state(
             self.checkpoints, self.model.module, self.optimizer, extra={"step": 0}, which=which, relaxed=relaxed

@@ -13,8 +13,10 @@ vocabulary is found when it is used. Files are written under another name and re
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import stat
 import struct
 import zlib
 from collections.abc import Iterable
@@ -27,6 +29,7 @@ from numpy.typing import NDArray
 MAGIC = b"OTTAVATK"
 VERSION = 1
 HEADER = 4096
+SAMPLED_BLOCKS = 64
 _PREFIX = struct.Struct("<8sII")
 _KEYS = {
     "dtype": str,
@@ -59,21 +62,55 @@ class TokenFile:
         self.tokenizer: str = header["tokenizer"]
         self.end_token: int = header["end_token"]
         self._crc32: int = header["crc32"]
-        dtype = np.dtype(header["dtype"])
+        self._dtype = dtype = np.dtype(header["dtype"])
         after = HEADER + self.count * dtype.itemsize
-        expected, found = after + 8 * self.documents, self.path.stat().st_size
+        self._file = self.path.open("rb")  # kept: what is read later is of this file, whatever gets its name
+        expected, found = after + 8 * self.documents, os.fstat(self._file.fileno()).st_size
         if found != expected:
             raise TokenFileError(
                 f"{self.path} has {found} bytes, but {self.count} tokens and {self.documents} documents need {expected}: "
                 "it was cut short or overwritten. Tokenize it again."
             )
-        self.tokens: NDArray[Any] = np.memmap(self.path, dtype, "r", HEADER, (self.count,))
-        self.ends: NDArray[Any] = np.memmap(self.path, "<u8", "r", after, (self.documents,))
+        self.bytes = expected
+        self.tokens: NDArray[Any] = np.memmap(self._file, dtype, "r", HEADER, (self.count,))
+        self.ends: NDArray[Any] = np.memmap(self._file, "<u8", "r", after, (self.documents,))
         steps = np.diff(self.ends.astype(np.int64), prepend=0)
         if steps.min() <= 0 or int(self.ends[-1]) != self.count:
             raise TokenFileError(
                 f"{self.path} has documents whose ends are not in order: it is damaged. Tokenize it again."
             )
+        self.identity: dict[str, Any] = self._identify()
+        """Path, size, and digests of the header (which has the checksum of all tokens) and of blocks all over the file."""
+
+    def _identify(self) -> dict[str, Any]:
+        header = hashlib.blake2b(self._pread(HEADER, 0), digest_size=16)
+        blocks = hashlib.blake2b(digest_size=16)
+        for i in range(SAMPLED_BLOCKS):
+            blocks.update(self._pread(min(4096, self.bytes), i * max(self.bytes - 4096, 0) // (SAMPLED_BLOCKS - 1)))
+        return {
+            "path": str(self.path),
+            "bytes": self.bytes,
+            "header": header.hexdigest(),
+            "blocks": blocks.hexdigest(),
+        }
+
+    def check_unchanged(self) -> None:
+        """TokenFileError if the file was cut or overwritten since it was opened. Looks at samples of it."""
+        if self._identify() != self.identity:
+            raise TokenFileError(
+                f"{self.path} was overwritten while it is read: what the run has seen is not what is there."
+            )
+
+    def _pread(self, count: int, offset: int) -> bytes:
+        """Bytes of the file. A map would end the process by SIGBUS where a file was cut."""
+        data = os.pread(self._file.fileno(), count, offset)
+        if len(data) != count:
+            raise self._cut()
+        return data
+
+    def _cut(self) -> TokenFileError:
+        found = os.fstat(self._file.fileno()).st_size
+        return TokenFileError(f"{self.path} was cut short while it is read: it has {found} of {self.bytes} bytes.")
 
     def __len__(self) -> int:
         return self.count
@@ -86,7 +123,10 @@ class TokenFile:
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
         """Tokens start to stop, checked against the vocabulary."""
-        tokens = self.tokens[start:stop].astype(np.int64)
+        size = self._dtype.itemsize
+        stop = min(stop, self.count)
+        data = self._pread(max(stop - start, 0) * size, HEADER + start * size)
+        tokens = np.frombuffer(data, self._dtype).astype(np.int64)
         if tokens.size and int(tokens.max()) >= self.vocab_size:
             raise TokenFileError(
                 f"{self.path} holds token {int(tokens.max())} between {start} and {stop}, outside its vocabulary of "
@@ -96,6 +136,8 @@ class TokenFile:
 
     def document_of(self, start: int, stop: int) -> NDArray[np.int64]:
         """The number of each token's document, counted from the one that token `start` is in."""
+        if os.fstat(self._file.fileno()).st_size != self.bytes:
+            raise self._cut()
         number = np.searchsorted(self.ends, np.arange(start, stop, dtype=np.uint64), side="right")
         return (number - number[0]).astype(np.int64)
 
@@ -177,6 +219,8 @@ def _packed(header: dict[str, Any], path: Path) -> bytes:
 
 def _read_header(path: Path) -> dict[str, Any]:
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for ever
+            raise TokenFileError(f"{path} is not a file: make one with `ottava data tokenize`.")
         with path.open("rb") as file:
             raw = file.read(HEADER)
     except OSError as error:
@@ -189,7 +233,7 @@ def _read_header(path: Path) -> dict[str, Any]:
     try:
         header = json.loads(raw[_PREFIX.size : _PREFIX.size + length])
         wrong = [key for key, kind in _KEYS.items() if type(header[key]) is not kind]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise TokenFileError(f"{path} has a damaged header: tokenize it again.") from error
     sizes_fit = not wrong and header["count"] > 0 and 0 < header["documents"] <= header["count"]
     if not sizes_fit or header["dtype"] not in ("<u2", "<u4"):

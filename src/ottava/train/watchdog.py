@@ -1,7 +1,14 @@
-"""`Watchdog`: when no step ends for too long, says which rank is behind, writes every rank's stacks, and ends the process.
+"""`Watchdog`: when a rank does not get on for too long, says which rank is behind, keeps every rank's stacks, and ends the process.
 
 A rank that waits in a collective looks just like one that hangs. So every rank keeps telling the others, through the store, how far
-it has come; the one that is behind, or has stopped telling, is the one the others wait for.
+it has come; the one that is behind, or has stopped telling, is the one the others wait for. Three threads, none of which can hold
+up another:
+
+    teller      talks to the store, and may hang there with it
+    timer       looks at this process's own clock, and ends it; needs no store, no disk, no network
+    C timer     faulthandler's: ends the process if Python itself stands still, because something keeps the interpreter's lock
+
+Clocks of machines are never compared: how long a rank is silent is measured by the one that listens.
 """
 
 from __future__ import annotations
@@ -9,113 +16,258 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
-import sys
+import signal
 import threading
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from ottava import torch_private
-from ottava.train.config import Config
-from ottava.train.exits import FAILED
-from ottava.train.world import World
+from ottava.train.config import Config, HealthSection
+from ottava.train.console import tell
+from ottava.train.exits import STALLED
+from ottava.train.lock import born, machine
+from ottava.train.signals import RankSignals
 
-PHASES = ("start", "checkpoint", "data", "forward", "backward", "agreement", "optimizer", "evaluation", "sample")
-"""In the order in which a step goes through them."""
 FOLDER = "stalls"
+PREFIX = "ottava/watchdog"
+LONGEST_PAUSE_S = 5.0
+SAY_S, KEEP_S = 3.0, 5.0
+"""What the timer allows for a line on the console and for files, which may both hang."""
+HARD_S = 20.0
+"""The C timer ends the process this much later than the timer should have."""
+
+
+def limit_of(section: HealthSection, phase: str) -> float:
+    """Seconds that a run may stay in a phase without a beat. 0: any number.
+
+    >>> limit_of(HealthSection(watchdog_s=60.0, watchdog_save_s=900.0), "checkpoint")
+    900.0
+    """
+    if not section.watchdog_s:
+        return 0.0
+    own = {
+        "start": section.watchdog_start_s,
+        "load": section.watchdog_start_s,
+        "checkpoint": section.watchdog_save_s,
+    }
+    return own.get(phase, section.watchdog_s)
+
+
+def pause_of(section: HealthSection) -> float:
+    """Seconds between two messages of a rank: several in every time limit."""
+    limits = (limit_of(section, phase) for phase in ("start", "checkpoint", "data"))
+    return min([*(limit / 8 for limit in limits if limit), LONGEST_PAUSE_S])
 
 
 class Watchdog:
-    """A thread in every rank. Use it in a `with` block, and call `beat` as the run moves on.
+    """In every rank, from its first moment. Use it in a `with` block, `connect` it when there is a store, and `beat` as the run moves on.
 
-    >>> with Watchdog(config, world) as watchdog:
+    >>> with Watchdog(config, rank, size) as watchdog:
+    ...     watchdog.connect(store)
     ...     watchdog.beat(step, "forward")
     """
 
-    def __init__(self, config: Config, world: World) -> None:
-        self._limit = config.health.watchdog_s
+    def __init__(self, config: Config, rank: int, size: int, stop: RankSignals | None = None) -> None:
+        self._section, self._pause = config.health, pause_of(config.health)
         self._folder = config.run_folder / FOLDER
-        self._rank, self._size = world.rank, world.size
-        self._last = (time.monotonic(), 0, "start")
+        self._rank, self._size, self._stop = rank, size, stop
+        self._parent = os.getppid()
+        self._last = (time.monotonic(), 0, "start", 0)  # when, step, phase, beats
         self._over = threading.Event()
-        self._store = dist.PrefixStore("ottava/watchdog", world.store)
-        self._thread = threading.Thread(target=self._watch, name="ottava watchdog", daemon=True)
+        self._store: dist.Store | None = None
+        self._heard: dict[int, tuple[dict[str, Any], float]] = {}  # what a rank said, and when its tick last changed
+        self._answered = time.monotonic()
 
     def beat(self, step: int, phase: str) -> None:
-        """The run is alive and has come to `phase` of `step`."""
-        self._last = (time.monotonic(), step, phase)
+        """The run is alive and has come to `phase` of `step`. All ranks beat in the same places, so their numbers compare."""
+        self._last = (time.monotonic(), step, phase, self._last[3] + 1)
+
+    def connect(self, store: dist.Store) -> None:
+        """From now on the ranks tell each other where they are, over a connection of its own."""
+        if self._store is None and self._section.watchdog_s:
+            self._store = store
+            self._answered = time.monotonic()
+            threading.Thread(target=self._talk, name="ottava watchdog store", daemon=True).start()
 
     def __enter__(self) -> Watchdog:
-        if self._limit:
-            self._thread.start()
+        if self._section.watchdog_s:
+            threading.Thread(target=self._watch, name="ottava watchdog", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        faulthandler.cancel_dump_traceback_later()
+
+    # ------------------------------------------------------------------------------------------------------- the teller
+
+    def _talk(self) -> None:
+        """An error of the store is no reason to be silent for ever: the connection is made again."""
+        connection, tick = None, 0
+        while not self._over.is_set():
+            tick += 1
+            try:
+                connection = connection or dist.PrefixStore(PREFIX, self._store.clone())  # type: ignore[union-attr]
+                self._exchange(connection, tick)
+                self._answered = time.monotonic()
+            except RuntimeError:
+                connection = None
+            self._over.wait(self._pause)
+
+    def _exchange(self, store: dist.Store, tick: int) -> None:
+        moved, step, phase, beats = self._last
+        process = {"pid": os.getpid(), "born": born(os.getpid()), "machine": machine()}
+        store.set(str(self._rank), json.dumps({"step": step, "phase": phase, "beats": beats, "tick": tick, **process}))
+        # Rank 0 may serve the store: when it stands still nobody can be asked any more. The others are only needed then.
+        late = time.monotonic() - moved > limit_of(self._section, phase) / 4
+        for rank in range(self._size) if late else (0,):
+            listen(store, rank, self._heard)
+
+    # -------------------------------------------------------------------------------------------------------- the timer
 
     def _watch(self) -> None:
-        """Tells the others where this rank is, several times in the time limit; looks around when that is over."""
-        pause = min(self._limit / 8, 10.0)
-        while not self._over.wait(pause):
-            moved, step, phase = self._last
-            idle = time.monotonic() - moved
-            told = {"step": step, "phase": phase, "told": time.time()}
-            try:
-                self._store.set(str(self._rank), json.dumps(told))
-                if idle > self._limit:
-                    self._stalled(idle, pause)
-            except RuntimeError:  # the store is gone, and with it the run
-                return
+        while not self._over.wait(min(self._pause, 1.0)):
+            moved, _, phase, _ = self._last
+            idle, limit = time.monotonic() - moved, limit_of(self._section, phase)
+            if not limit:
+                faulthandler.cancel_dump_traceback_later()
+                continue
+            faulthandler.dump_traceback_later(max(limit - idle, 0.0) + HARD_S, exit=True, file=2)
+            self._mind_the_parent()
+            if idle > limit:
+                self._over.wait(
+                    self._pause
+                )  # the others find out a little earlier or later: all should have told the same state
+                if self._last[0] == moved and not self._over.is_set():
+                    self._end(time.monotonic() - moved)
+        faulthandler.cancel_dump_traceback_later()
 
-    def _stalled(self, idle: float, pause: float) -> None:
-        self._over.wait(2 * pause)  # the others find out a little earlier or later: all should have told the same state
-        if self._over.is_set() or time.monotonic() - self._last[0] < self._limit:
-            return
-        text = describe(self._told(), self._size, idle, 4 * pause)
-        folder = self._folder
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"rank-{self._rank}.txt").open("w", encoding="utf-8") as file:
+    def _mind_the_parent(self) -> None:
+        """A rank whose torchrun was killed goes on for nobody: it saves and ends, and frees the run for the next start."""
+        if self._stop is not None and not self._stop.requested and os.getppid() != self._parent:
+            tell(f"ottava train: rank {self._rank}: the launcher is gone: saving.")
+            self._stop.number = signal.SIGHUP
+
+    def _end(self, idle: float) -> None:
+        now = time.monotonic()
+        told = {rank: {**state, "age": now - since} for rank, (state, since) in list(self._heard.items())}
+        _, step, phase, beats = self._last
+        told[self._rank] = {"step": step, "phase": phase, "beats": beats, "age": 0.0}
+        text = describe(told, self._size, idle, 3 * self._pause)
+        if self._store is not None and now - self._answered > 3 * self._pause:
+            text += f" The store has not answered for {now - self._answered:.0f} s."
+        line = f"ottava train: rank {self._rank}: {text} Stacks and collectives of every rank: {self._folder}"
+        within(SAY_S, lambda: tell(line))
+        if not within(KEEP_S, lambda: self._keep(text)):
+            within(SAY_S, lambda: faulthandler.dump_traceback(file=2, all_threads=True))
+        self._kill([told[rank] for rank in silent(told, self._size, 3 * self._pause) if rank in told])
+        os._exit(STALLED)  # the main thread waits in a call that will not return
+
+    def _keep(self, text: str) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with (self._folder / f"rank-{self._rank}.txt").open("w", encoding="utf-8") as file:
             print(text, file=file, flush=True)
             faulthandler.dump_traceback(file=file, all_threads=True)
-        (folder / f"rank-{self._rank}-collectives.json").write_text(torch_private.flight_record(), encoding="utf-8")
-        print(
-            f"ottava train: rank {self._rank}: {text} Stacks and collectives of every rank: {folder}", file=sys.stderr
-        )
-        sys.stderr.flush()
-        os._exit(FAILED)  # the main thread waits in a call that will not return
+        record = self._folder / f"rank-{self._rank}-collectives.json"
+        record.write_text(torch_private.flight_record(), encoding="utf-8")
 
-    def _told(self) -> dict[int, dict[str, Any]]:
-        found = {}
-        for rank in range(self._size):
-            if self._store.check([str(rank)]):
-                found[rank] = json.loads(self._store.get(str(rank)))
-        return found
+    def _kill(self, processes: Sequence[dict[str, Any]]) -> None:
+        """Ranks of this machine that say nothing: a stopped process would keep torchrun waiting for half a minute."""
+        for process in processes:
+            if process["machine"] == machine() != "" and process["born"] == born(process["pid"]) != "":
+                os.kill(process["pid"], signal.SIGKILL)
 
 
-def describe(told: dict[int, dict[str, Any]], size: int, idle: float, silence: float, now: float | None = None) -> str:
-    """Who is to blame, in words. told: what each rank said last; silence: seconds after which one counts as silent.
+class FrozenRanks:
+    """For the launcher, which serves the store: ranks whose whole process stands still, so that nothing in it can end it.
 
-    >>> describe({0: {"step": 7, "phase": "agreement", "told": 99.0}, 1: {"step": 7, "phase": "data", "told": 99.0}}, 2, 60, 10, now=100)
-    'no step for 60 s. Rank 1 is behind: step 7, data; the others are at step 7, agreement.'
+    >>> FrozenRanks(config.health, store, count).kill(processes)
+    [1]
     """
-    now = time.time() if now is None else now
-    silent = [rank for rank in range(size) if rank not in told or now - told[rank]["told"] > silence]
-    if silent:
-        names = ", ".join(map(str, silent))
-        last = "; ".join(f"rank {r} was at step {told[r]['step']}, {told[r]['phase']}" for r in silent if r in told)
-        return f"no step for {idle:.0f} s. Silent, so stopped or dead: rank {names}" + (f" ({last})." if last else ".")
 
-    def progress(rank: int) -> tuple[int, int]:
-        return told[rank]["step"], PHASES.index(told[rank]["phase"])
+    def __init__(self, section: HealthSection, store: dist.Store, count: int) -> None:
+        self.pause = pause_of(section)
+        self._limit = section.watchdog_s and section.watchdog_s + 2 * self.pause
+        self._store, self._count = dist.PrefixStore(PREFIX, store), count
+        self._heard: dict[int, tuple[dict[str, Any], float]] = {}
+        self.killed: list[int] = []
 
-    behind, ahead = min(map(progress, told)), max(map(progress, told))
-    if behind == ahead:
-        return f"no step for {idle:.0f} s. All ranks are at step {behind[0]}, {PHASES[behind[1]]}."
-    names = ", ".join(str(rank) for rank in told if progress(rank) == behind)
+    def kill(self, processes: Sequence[Any]) -> list[int]:
+        """Kills and names those that are frozen. To be called every `pause` seconds."""
+        if not self._limit:
+            return []
+        for rank in range(self._count):
+            listen(self._store, rank, self._heard)
+        now = time.monotonic()
+        self.killed = [rank for rank, (_, since) in self._heard.items() if now - since > self._limit]
+        for rank in self.killed:
+            at = self._heard[rank][0]
+            tell(
+                f"ottava train: rank {rank} stands still as a whole process, since step {at['step']}, {at['phase']}: killed."
+            )
+            processes[rank].kill()
+        return self.killed
+
+
+def listen(store: dist.Store, rank: int, heard: dict[int, tuple[dict[str, Any], float]]) -> None:
+    """Notes what `rank` has told last, and when that was new."""
+    if not store.check([str(rank)]):
+        return
+    state = json.loads(store.get(str(rank)))
+    if rank not in heard or heard[rank][0]["tick"] != state["tick"]:
+        heard[rank] = (state, time.monotonic())
+
+
+def within(seconds: float, work: Callable[[], None]) -> bool:
+    """Whether `work` came to its end in time. It is left alone otherwise: a file system may have frozen under it."""
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            work()
+            done.set()
+        except Exception as error:
+            tell(f"ottava train: {type(error).__name__}: {error}")
+
+    thread = threading.Thread(target=run, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # the system has no thread left
+        return False
+    thread.join(seconds)
+    return done.is_set()
+
+
+def silent(told: dict[int, dict[str, Any]], size: int, silence: float) -> list[int]:
+    """Ranks that have told nothing for more than `silence` seconds."""
+    return [rank for rank in range(size) if rank not in told or told[rank]["age"] > silence]
+
+
+def describe(told: dict[int, dict[str, Any]], size: int, idle: float, silence: float) -> str:
+    """Who is to blame, in words. told: what each rank said last, and how long ago; silence: seconds after which one counts as silent.
+
+    >>> at = {"step": 7, "age": 1.0}
+    >>> describe({0: {**at, "phase": "agreement", "beats": 31}, 1: {**at, "phase": "data", "beats": 28}}, 2, 60, 10)
+    'no progress for 60 s. Rank 1 is behind: step 7, data; the others are at step 7, agreement.'
+    """
+    if quiet := silent(told, size, silence):
+        last = "; ".join(f"rank {r} was at step {told[r]['step']}, {told[r]['phase']}" for r in quiet if r in told)
+        return f"no progress for {idle:.0f} s. Silent, so stopped or dead: rank {_names(quiet)}" + (
+            f" ({last})." if last else "."
+        )
+    order = sorted(told, key=lambda rank: told[rank]["beats"])
+    first, last_one = told[order[0]], told[order[-1]]
+    if first["beats"] == last_one["beats"]:
+        return f"no progress for {idle:.0f} s. All ranks are at step {first['step']}, {first['phase']}."
+    behind = [rank for rank in sorted(told) if told[rank]["beats"] == first["beats"]]
     return (
-        f"no step for {idle:.0f} s. Rank {names} is behind: step {behind[0]}, {PHASES[behind[1]]}; "
-        f"the others are at step {ahead[0]}, {PHASES[ahead[1]]}."
+        f"no progress for {idle:.0f} s. Rank {_names(behind)} is behind: step {first['step']}, {first['phase']}; "
+        f"the others are at step {last_one['step']}, {last_one['phase']}."
     )
+
+
+def _names(ranks: Sequence[int], most: int = 16) -> str:
+    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
+    return ", ".join(map(str, ranks[:most])) + more

@@ -47,19 +47,22 @@ class Place:
 class World:
     """The ranks of a run, connected. Use it in a `with` block: the process group ends with it.
 
-    timeout: seconds that a collective may take.
+    timeout: seconds that a collective may take. connected: gets a store of ours before all ranks are there.
 
         >>> with World(place, timeout=600.0) as world:
         ...     total, stops = world.sum([loss, float(stop_requested)])
     """
 
-    def __init__(self, place: Place, timeout: float) -> None:
+    def __init__(
+        self, place: Place, timeout: float, connected: Callable[[dist.Store], None] = lambda store: None
+    ) -> None:
         self.rank, self.size = place.rank, place.size
         self.device = _device(place)
         options: dict[str, Any] = {"timeout": timedelta(seconds=max(timeout, LEAST_TIMEOUT_S))}
         store = _store(place)
         if store is not None:
             options |= {"store": store, "rank": place.rank, "world_size": place.size}
+            connected(store)
         dist.init_process_group(_backend(self.device, place), **options | _bound(self.device, place))
 
     @property

@@ -1,0 +1,228 @@
+"""`RunLock`: one run, one writer. RUN/lock says which process writes there; a second one is refused and told who it is.
+
+The file is made by a hard link (or, where there are none, by O_EXCL), which is atomic on network file systems too, and its holder
+rewrites it every few seconds. A lock is stale when its process is dead, which can be seen on the same machine, or when it was not
+rewritten for a while, which is measured with the clock of the process that waits: clocks of machines are never compared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import secrets
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ottava.notices import warn_once
+from ottava.train import exits
+from ottava.train.console import tell
+
+FILE = "lock"
+RENEW_S = 5.0
+"""Seconds between two beats of a holder."""
+STALE_S = 60.0
+"""A lock of another machine that has not changed for this long is nobody's."""
+LIVING_BEATS = 3
+"""Beats after which a holder on another machine counts as alive, and not as one that a scheduler is about to end."""
+_BYTES = 1024
+"""Of the file, always: a beat is written over the one before, and never found half written beside half of the other."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """What the file says."""
+
+    host: str
+    pid: int
+    started: str
+    """UTC, ISO 8601. For people."""
+    machine: str
+    """Of the kernel and its numbering of processes: where it is ours, `pid` can be looked for."""
+    born: str
+    """When the kernel started the process, by its own clock: another process may have the number later."""
+    token: str
+    beat: int = 0
+
+    @classmethod
+    def myself(cls) -> Holder:
+        """This process."""
+        now, pid = datetime.now(UTC).isoformat(timespec="seconds"), os.getpid()
+        return cls(platform.node(), pid, now, machine(), born(pid), secrets.token_hex(8))
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}, started {self.started}"
+
+    def dead(self) -> bool:
+        """Whether it is known not to run any more."""
+        return self.machine == machine() and self.machine != "" and born(self.pid) != self.born
+
+    def encode(self) -> bytes:
+        """The file's content."""
+        return json.dumps(asdict(self)).encode().ljust(_BYTES - 1) + b"\n"
+
+
+class RunLock:
+    """The lock of a run's folder, from `take` to `release`.
+
+    >>> lock = RunLock(Path("runs/debug"))
+    >>> lock.take()      # ValueError: runs/debug is in use by process 4711 on node-3, started 2026-07-01T12:00:00+00:00
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.path = folder, folder / FILE
+        self._mine: Holder | None = None
+        self._over = threading.Event()
+
+    def take(self) -> RunLock:
+        """Waits only where it cannot be seen whether the holder lives."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        mine = Holder.myself()
+        while not self._create(mine):
+            self._judge()
+        self._mine = mine
+        threading.Thread(target=self._renew, name="ottava lock", daemon=True).start()
+        return self
+
+    def release(self) -> None:
+        """Gives the folder back, if it is still ours."""
+        self._over.set()
+        mine, self._mine = self._mine, None
+        found = read(self.path) if mine is not None else None
+        if mine is not None and found is not None and found.token == mine.token:
+            with suppress(OSError):
+                self.path.unlink()
+
+    def _create(self, mine: Holder) -> bool:
+        """Whether the file is ours now; False: there is one."""
+        draft = self.path.with_name(f".{FILE}-{mine.token}")
+        _write_new(draft, mine.encode())
+        try:
+            os.link(draft, self.path)
+            return True
+        except FileExistsError:
+            return False
+        except OSError:  # no hard links here
+            try:
+                _write_new(self.path, mine.encode())
+                return True
+            except FileExistsError:
+                return False
+        finally:
+            draft.unlink()
+
+    def _judge(self) -> None:
+        """Returns when the present lock is gone or was removed as stale; ValueError with its holder otherwise."""
+        holder, beats, since = read(self.path), 0, time.monotonic()
+        before = holder
+        while holder is not None or self.path.exists():
+            if holder is not None and holder.machine == machine() != "":
+                if not holder.dead():
+                    raise self._refusal(holder)
+                self._remove(holder)
+                return
+            if holder != before:
+                before, beats, since = holder, beats + 1, time.monotonic()
+            if holder is not None and beats >= LIVING_BEATS:
+                raise self._refusal(holder)
+            if time.monotonic() - since > STALE_S:
+                self._remove(holder)
+                return
+            time.sleep(min(RENEW_S, STALE_S) / 5)
+            holder = read(self.path)
+
+    def _refusal(self, holder: Holder) -> ValueError:
+        return ValueError(
+            f"{self.folder} is in use by {holder}: end that one first, or choose another train.run. "
+            f"(If it is certain that it does not run any more: remove {self.path}.)"
+        )
+
+    def _remove(self, stale: Holder | None) -> None:
+        """Of several who find it stale one moves it away; what that one finds in its hands must be what was judged."""
+        aside = self.path.with_name(f".{FILE}-stale-{secrets.token_hex(4)}")
+        with suppress(FileNotFoundError):
+            os.rename(self.path, aside)
+            found = read(aside)
+            if found is not None and (stale is None or found.token != stale.token):
+                with suppress(OSError):
+                    os.link(aside, self.path)  # another was quicker, and this is its new one
+            aside.unlink()
+            tell(
+                f"ottava train: took over {self.folder} from {stale or 'an unreadable lock'}, which does not run any more."
+            )
+
+    def _renew(self) -> None:
+        while not self._over.wait(RENEW_S):
+            mine = self._mine
+            if mine is None:
+                return
+            try:
+                self._beat(mine)
+            except OSError as error:
+                warn_once(f"{self.path} cannot be renewed: {error.strerror}.")
+
+    def _beat(self, mine: Holder) -> None:
+        """Opened and closed each time: that is when network file systems show it to others."""
+        with self.path.open("r+b", buffering=0) as file:
+            found = decode(file.read(_BYTES))
+            if found is not None and found.token != mine.token and self._mine is not None:
+                tell(f"ottava train: {self.folder} was taken over by {found}: this process stood still for too long.")
+                os._exit(exits.FAILED)  # two writers would destroy the run
+            self._mine = mine = replace(mine, beat=mine.beat + 1)
+            file.seek(0)
+            file.write(mine.encode())
+            os.fsync(file.fileno())
+
+
+def read(path: Path) -> Holder | None:
+    """What a lock file says; None: there is none, or nothing that can be understood."""
+    try:
+        with path.open("rb") as file:
+            return decode(file.read(_BYTES + 1))
+    except OSError:
+        return None
+
+
+def decode(content: bytes) -> Holder | None:
+    """The content of a lock file."""
+    try:
+        found = Holder(**json.loads(content))
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return found if all(type(getattr(found, key)) is type(value) for key, value in _EXAMPLE.items()) else None
+
+
+def in_use(folder: Path) -> Holder | None:
+    """Who writes in a run's folder now, as far as can be seen at once."""
+    holder = read(folder / FILE)
+    return None if holder is None or holder.dead() else holder
+
+
+def machine() -> str:
+    """Names the kernel and the namespace in which process numbers mean something; empty where neither is known."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def born(pid: int) -> str:
+    """When a process was started, in ticks since the kernel was; empty: there is none, or only what is left of a dead one."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if words[0] in ("Z", "X") else words[19]
+
+
+def _write_new(path: Path, content: bytes) -> None:
+    with path.open("xb", buffering=0) as file:
+        file.write(content)
+        os.fsync(file.fileno())
+
+
+_EXAMPLE = asdict(Holder("", 0, "", "", "", ""))

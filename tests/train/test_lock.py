@@ -1,0 +1,184 @@
+"""One run, one writer: who holds a run's folder, and when that is over."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ottava.checkpoint import Checkpoints
+from ottava.cli.main import main
+from ottava.train import exits, lock
+from ottava.train.lock import FILE, Holder, RunLock, read
+from train.runs import lines, tiny
+from train.test_launch import ranks_of, wait_for_step
+from train.test_signals import FOREVER, TORCHRUN, end, start
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/ns/pid").exists(), reason="looks for processes in /proc")
+
+
+@pytest.fixture
+def quick(monkeypatch) -> None:
+    monkeypatch.setattr(lock, "RENEW_S", 0.05)
+    monkeypatch.setattr(lock, "STALE_S", 0.6)
+
+
+def hold(folder: Path, taken: Any = None) -> None:
+    """In another process: takes the lock and keeps it."""
+    RunLock(folder).take()
+    if taken is not None:
+        taken.set()
+    time.sleep(60)
+
+
+def holding(folder: Path) -> Any:
+    context = multiprocessing.get_context("fork")
+    taken = context.Event()
+    process = context.Process(target=hold, args=(folder, taken))
+    process.start()
+    assert taken.wait(20)
+    return process
+
+
+def put(folder: Path, holder: Holder) -> None:
+    (folder / FILE).write_bytes(holder.encode())
+
+
+def test_a_second_one_is_told_who_holds_it_and_gets_it_after(tmp_path):
+    first = RunLock(tmp_path).take()
+    with pytest.raises(
+        ValueError, match=rf"is in use by process {os.getpid()} on \S+, started \S+: end that one first"
+    ):
+        RunLock(tmp_path).take()
+    first.release()
+    second = RunLock(tmp_path).take()
+    first.release()  # not its own any more
+    assert read(tmp_path / FILE).token == second._mine.token
+    second.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_of_a_dead_process_is_taken_over_also_of_one_that_nobody_has_buried(tmp_path, capfd):
+    process = holding(tmp_path)
+    with pytest.raises(ValueError, match=f"process {process.pid}"):
+        RunLock(tmp_path).take()
+    os.kill(process.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while lock.born(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    RunLock(tmp_path).take().release()  # a zombie: this process has not waited for it
+    assert f"from process {process.pid}" in capfd.readouterr().err
+    process.join()
+    # The number belongs to another process by now.
+    put(tmp_path, replace(Holder.myself(), born="1"))
+    RunLock(tmp_path).take().release()
+
+
+def test_a_lock_of_another_machine_is_watched_not_compared_by_clocks(tmp_path, quick):
+    far = replace(Holder.myself(), machine="elsewhere", host="node-7", started="2150-01-01T00:00:00+00:00")
+    put(tmp_path, far)
+    began = time.monotonic()
+    RunLock(tmp_path).take().release()  # it did not move
+    assert time.monotonic() - began >= 0.6
+    process = holding(tmp_path)  # renews it
+    moving = lock.machine
+    try:
+        lock.machine = lambda: "here"  # to whom that process runs elsewhere
+        with pytest.raises(ValueError, match=f"process {process.pid}"):
+            RunLock(tmp_path).take()
+    finally:
+        lock.machine = moving
+        process.kill()
+        process.join()
+
+
+def test_a_damaged_lock_is_taken_over_when_nobody_renews_it(tmp_path, quick):
+    for content in (b"", b"{" * 5000, b'{"pid": 1}', Holder.myself().encode().replace(b'"pid": ', b'"pid": -1, "x": ')):
+        (tmp_path / FILE).write_bytes(content)
+        RunLock(tmp_path).take().release()
+
+
+def test_of_many_who_find_it_stale_one_gets_it(tmp_path):
+    put(tmp_path, replace(Holder.myself(), born="1"))
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+
+    def try_it() -> None:
+        try:
+            RunLock(tmp_path).take()
+            queue.put("mine")
+            time.sleep(3)
+        except ValueError as error:
+            queue.put(str(error))
+
+    processes = [context.Process(target=try_it) for _ in range(6)]
+    for process in processes:
+        process.start()
+    answers = [queue.get(timeout=20) for _ in processes]
+    for process in processes:
+        process.join()
+    assert answers.count("mine") == 1 and sum("is in use by process" in a for a in answers) == 5, answers
+
+
+def test_without_hard_links_it_is_made_exclusively(tmp_path, monkeypatch):
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    taken = RunLock(tmp_path).take()
+    with pytest.raises(ValueError, match="is in use"):
+        RunLock(tmp_path).take()
+    taken.release()
+
+
+def lose(folder: Path) -> None:
+    lock.RENEW_S = 0.05
+    RunLock(folder).take()
+    put(folder, replace(Holder.myself(), token="another", host="node-9"))
+    time.sleep(20)
+
+
+def test_a_holder_that_was_thought_dead_ends_itself(tmp_path, capfd):
+    process = multiprocessing.get_context("fork").Process(target=lose, args=(tmp_path,))
+    process.start()
+    process.join(15)
+    assert process.exitcode == exits.FAILED and "was taken over by process" in capfd.readouterr().err
+    assert read(tmp_path / FILE).host == "node-9"
+
+
+def test_tools_leave_the_checkpoints_of_a_running_job_alone(tmp_path, capsys):
+    import torch
+
+    source = Checkpoints(tmp_path / "source").save(1, {"w": torch.ones(4)})
+    unfinished = tmp_path / "run" / "checkpoints" / "step-00000002.tmp-00000000"
+    unfinished.mkdir(parents=True)
+    held = RunLock(tmp_path / "run").take()
+    assert main(["checkpoint", "reshard", str(source), str(tmp_path / "run" / "checkpoints")]) == 2
+    assert unfinished.is_dir() and f"is in use by process {os.getpid()}" in capsys.readouterr().err
+    held.release()
+    assert main(["checkpoint", "reshard", str(source), str(tmp_path / "run" / "checkpoints")]) == 0
+
+
+@pytest.mark.slow
+def test_the_same_command_twice_and_orphans_of_torchrun(tmp_path):
+    config = tiny(tmp_path, train=FOREVER, checkpoint={"every": 0}, parallel={"ranks": 1})
+    first = start(config, *TORCHRUN[:-1], "1")
+    wait_for_step(config, 3, first)
+    (rank,) = ranks_of(first)
+    os.kill(rank, signal.SIGSTOP)
+    first.kill()  # torchrun alone
+    code, output = end(start(config))
+    assert code == exits.WRONG_USAGE and f"is in use by process {rank}" in output, output
+    os.kill(rank, signal.SIGCONT)
+    output, _ = first.communicate(timeout=60)  # the rank ends by itself, and leaves what it has done
+    assert "the launcher is gone: saving." in output, output
+    done = lines(config)[-1]["step"]
+    code, output = end(start(replace(config, train=replace(config.train, steps=done + 1))))
+    assert code == exits.DONE and f"{done} of {done + 1} steps are done" in output, output
+    assert not (config.run_folder / FILE).exists()
