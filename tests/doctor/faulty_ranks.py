@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import ottava
-from ottava.doctor import Options, examine, host, places, team
+from ottava.doctor import Options, examine, host, places, speed, team
 from ottava.train.world import Place
 
 Fault = Callable[[], None]
@@ -105,12 +105,23 @@ def one_gpu_for_all() -> None:
 
 
 def busy() -> None:
+    """While it multiplies, other threads of the rank loop: each call waits for its turn."""
+    measure, over = speed.measure, threading.Event()
+
     def burn() -> None:
-        while True:
+        while not over.is_set():
             pass
 
-    for _ in range(6):
-        threading.Thread(target=burn, daemon=True).start()
+    def measure_among_them(*given: Any) -> Any:
+        over.clear()
+        for _ in range(4):
+            threading.Thread(target=burn, daemon=True).start()
+        try:
+            return measure(*given)
+        finally:
+            over.set()
+
+    speed.measure = measure_among_them
 
 
 def stopped() -> None:

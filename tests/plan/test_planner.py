@@ -11,17 +11,18 @@ import pytest
 import torch
 
 from ottava.cli.main import main
-from ottava.plan import Cluster, NothingFits, plan_run
+from ottava.distributed import ParallelPlan
+from ottava.plan import Cluster, NothingFits, estimate, plan_run
 from ottava.plan.calibrate import calibrate
 from ottava.plan.devices import find_gpu, known_gpus, short_name, write_entry
-from ottava.plan.footprint import ElementBytes, footprint
+from ottava.plan.footprint import SPACE, ElementBytes, footprint
 from ottava.plan.layouts import Layout, States, layouts
 from ottava.plan.links import Fabric, Group, Link
 from ottava.plan.model_size import ModelSize
 from ottava.plan.show import as_html, as_json, mesh_picture
 from ottava.plan.step_time import step_time
 from ottava.train.arguments import preset
-from ottava.train.config import Config, ModelSection, PrecisionSection, TrainSection
+from ottava.train.config import Config, DataSection, ModelSection, PrecisionSection, TrainSection
 from ottava.train.model import construct
 from ottava.train.presets import presets
 
@@ -54,6 +55,36 @@ def test_memory_is_near_what_an_h200_allocated() -> None:
     stored = States("fused_adam", "bfloat16", True, "float32", "float32", "float32", 1)
     found = footprint(*one_gpu("llama3-8b", 1, 8192, "full", stored))
     assert found.allocated / GIB + 6.5 == pytest.approx(121, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "recipe, ranks, recompute, tp",
+    [
+        ("Float8CurrentScaling", 1, "none", 1),
+        ("Float8CurrentScaling", 8, "none", 1),
+        ("Float8CurrentScaling", 8, "full", 1),
+        ("Float8CurrentScaling", 16, "none", 2),
+        ("none", 64, "selective", 1),
+    ],
+)
+def test_memory_is_near_that_of_a_step_without_data(recipe: str, ranks: int, recompute: str, tp: int) -> None:
+    model = ModelSection(vocab_size=32000, hidden_size=1024, ffn_hidden_size=3584, layers=4, heads=8, kv_heads=2)
+    config = Config(
+        model=model,
+        data=DataSection(length=2048),
+        precision=PrecisionSection(recipe=recipe),  # type: ignore[arg-type]
+        train=TrainSection(global_batch=2 * ranks // tp, micro_batch=2),
+    )
+
+    def loss(whole: torch.nn.Module) -> torch.Tensor:
+        tokens = torch.randint(32000, (2, 2049))
+        return whole(tokens[:, :-1], tokens[:, 1:])
+
+    plan = ParallelPlan(recompute=recompute, tp=tp, sequence_parallel=tp > 1)
+    (exact,) = estimate(lambda: construct(config, 32000), lambda _: plan, [ranks], config.precision.make_recipe(), loss)
+    layout = Layout(1, ranks // tp, tp, tp > 1, recompute, 2, 1, USUAL)
+    found = footprint(config, ModelSize.of(config), ElementBytes.of(config), layout)
+    assert found.allocated - SPACE == pytest.approx(exact.peak, rel=0.08)
 
 
 def test_activations_are_those_that_the_memory_page_counts() -> None:

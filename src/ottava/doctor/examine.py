@@ -44,7 +44,9 @@ ALONE: tuple[Check, ...] = (
     pcie.CHECK,
 )
 """What a rank measures by itself."""
-SPEED_TURNS = 3
+BUSY = 2.0
+"""Processes that wait for a core, besides the ranks: above, nobody can say which rank is slow. GPUs are not shared."""
+SPEED_TURNS, LINK_TURNS = 3, 2
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,19 @@ def _all_checks(options: Options, team: Team, found: list[Finding]) -> None:
         found += check.findings([facts[check.name] for facts in everyone], names)
     found += clock.judge([{"time": value} for value in team.gather("times", team.instant("clock"))], names)
     device = _device(team)
-    found += _speed(options, team, device, names)
-    found += _links(options, team, device, hosts, names, found)
+    measured = _speed(options, team, device, names) + _links(options, team, device, hosts, names, found)
+    loads = team.gather("load", os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+    if device.type == "cpu" and max(loads) > BUSY + team.place.local_size:
+        measured = [_doubted(f, max(loads)) for f in measured]
+    found += measured
+
+
+def _doubted(finding: Finding, load: float) -> Finding:
+    """Cores that others use too tell nothing about a rank: its slowness is worth a warning."""
+    if finding.status != "problem" or not any(unit in finding.message for unit in ("GB/s", "TFLOP/s")):
+        return finding
+    doubt = f"{finding.message} (machines are busy, {load:.0f} processes a core: look again when they are not)"
+    return Finding(finding.check, "warning", doubt, finding.ranks)
 
 
 def _speed(options: Options, team: Team, device: torch.device, names: list[str]) -> list[Finding]:
@@ -149,28 +162,39 @@ def _links(
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:gloo" if shared else "cpu:gloo,cuda:nccl"
     with tempfile.TemporaryDirectory(prefix="ottava-doctor-") as folder:
         log = _log_nccl(Path(folder)) if "nccl" in backend and options.nccl_log is None else None
-        facts = _measured(_in_group, team, device, backend, options.timeout)
-        text = log.read_text(errors="replace") if log is not None and log.is_file() else None
-    everyone = team.gather("links", facts)  # a rank that has stopped meanwhile is named here
-    failed = [f"{names[rank]}: {f['failed']}" for rank, f in enumerate(everyone) if "failed" in f]
-    if failed:
-        return [
-            Finding(
-                "links", "problem", failed[0].splitlines()[0], tuple(r for r, f in enumerate(everyone) if "failed" in f)
-            )
-        ]
-    found = links.judge(everyone, names, hosts)
-    logs = team.gather("nccl", text)
-    if text is not None:
-        return found + nccl_log.judge(nccl_log.parse("\n".join(filter(None, logs))), machines)
+        found = _pairs(options, team, device, backend, hosts, names)
+        text = nccl_log.choices(log.read_text(errors="replace")) if log is not None and log.is_file() else None
+    logs = [text for text in team.gather("nccl", text) if text]
+    if logs:
+        return found + nccl_log.judge(nccl_log.parse("\n".join(logs)), machines)
     return found + _read_log(options, machines)
 
 
-def _in_group(team: Team, device: torch.device, backend: str, timeout: float) -> Facts:
+def _pairs(
+    options: Options, team: Team, device: torch.device, backend: str, hosts: list[str], names: list[str]
+) -> list[Finding]:
+    """A link that looks slow is measured again, like a rank that does."""
+    best: list[Facts] = [{} for _ in names]
+    found: list[Finding] = []
+    for turn in range(LINK_TURNS):
+        facts = _measured(_in_group, team, device, backend, options.timeout, turn)
+        everyone = team.gather(f"links/{turn}", facts)  # a rank that has stopped meanwhile is named here
+        failed = [rank for rank, f in enumerate(everyone) if "failed" in f]
+        if failed:
+            first = str(everyone[failed[0]]["failed"]).splitlines()[0]
+            return [Finding("links", "problem", f"{names[failed[0]]}: {first}", tuple(failed))]
+        best = [links.better(known, new) for known, new in zip(best, everyone)]
+        found = links.judge(best, names, hosts)
+        if all(f.status != "problem" for f in found):
+            break
+    return found
+
+
+def _in_group(team: Team, device: torch.device, backend: str, timeout: float, turn: int) -> Facts:
     assert team.store is not None
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore("links", team.store),
+        store=dist.PrefixStore(f"links-{turn}", team.store),
         rank=team.rank,
         world_size=team.size,
         timeout=timedelta(seconds=timeout),

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from ottava.doctor.finding import Finding
 
+KEPT_LINES = 200
+
 
 @dataclass
 class Choice:
@@ -24,6 +26,17 @@ class Choice:
     sockets: tuple[str, ...] = ()
     """Interfaces that NET/Socket lists."""
     version: str | None = None
+
+
+def choices(text: str) -> str:
+    """The lines of a log that say what was chosen: the rest is long, and travels to other ranks.
+
+    >>> choices("n:1:1 [0] NCCL INFO comm 0x1 rank 0" + chr(10) + "n:1:1 [0] NCCL INFO Using network IB")
+    'n:1:1 [0] NCCL INFO Using network IB'
+    """
+    words = ("NCCL version", "Using network", " via ", "NVLS", "nvls", "NET/IB : Using", "NET/Socket : Using")
+    chosen = [line for line in text.splitlines() if any(word in line for word in words)]
+    return "\n".join(chosen[:KEPT_LINES])
 
 
 def parse(text: str) -> Choice:

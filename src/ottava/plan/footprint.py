@@ -100,7 +100,7 @@ def footprint(config: Config, size: ModelSize, bytes_: ElementBytes, layout: Lay
         size, bytes_, tokens, layout.tp, layout.sequence_parallel, layout.recompute, quantized
     )
     loss_peak, loss_kept = _loss(size, tokens, layout, config.train.max_logits)
-    gathered, reducing = _gathered(size, bytes_, layout, config.parallel.prefetch)
+    gathered, reducing, at_the_end = _gathered(size, bytes_, layout, config.parallel.prefetch)
     gradients = held["gradients"]
     unreduced = 0.0
     if layout.accumulate > 1 and layout.strategy == "fsdp2" and layout.data_parallel > 1:
@@ -111,14 +111,14 @@ def footprint(config: Config, size: ModelSize, bytes_: ElementBytes, layout: Lay
         "first layer": {
             "activations": kept + backward + (one_layer if layout.recompute == "full" else 0.0),
             "loss": loss_kept,
-            "gathered": gathered + reducing / 2,
+            "gathered": gathered + reducing,
             "gradients": earlier,
         },
         "end": {
-            "activations": one_layer + backward,
+            "activations": (one_layer if layout.recompute == "full" else 0.0) + backward if layout.shard == 1 else 0.0,
             "loss": 0.0,
-            "gathered": gathered + reducing,
-            "gradients": max(gradients, unreduced) + (gradients if unreduced else 0.0),
+            "gathered": at_the_end,
+            "gradients": gradients,
         },
     }
     highest = max(moments.values(), key=lambda kinds: sum(kinds.values()))
@@ -179,24 +179,23 @@ def _loss(size: ModelSize, tokens: int, layout: Layout, max_logits: int) -> tupl
     logits = min(tokens * rows, float(max_logits))
     head = rows * size.hidden
     several = tokens * rows > max_logits
-    gradient = head * (4.0 if several or layout.states.weights == "float32" else 2.0)
-    if layout.states.gradients == "bfloat16" and not several:
-        gradient = head * 2.0
-    weight = PLAIN * head if layout.states.weights == "float32" else 0.0
-    if layout.shard > 1:
-        weight = 0.0  # it is gathered, and counted there
+    sharded = layout.shard > 1  # then the head is gathered in bf16, counted there, and its gradient is bf16 too
+    exact = layout.states.weights == "float32" and layout.states.gradients == "float32" and not sharded
+    gradient = head * (4.0 if several or exact else 2.0)
+    weight = PLAIN * head if layout.states.weights == "float32" and not sharded else 0.0
     dx = PLAIN * tokens * size.hidden
     return PLAIN * logits + gradient + weight + dx, gradient + dx
 
 
-def _gathered(size: ModelSize, bytes_: ElementBytes, layout: Layout, prefetch: int) -> tuple[float, float]:
-    """(weights that are gathered at a time, gradients of a layer before they are reduced and the buffers of both)."""
+def _gathered(size: ModelSize, bytes_: ElementBytes, layout: Layout, prefetch: int) -> tuple[float, float, float]:
+    """(weights that are gathered at a time; a layer's gradients while they are reduced; those of embedding and head, at the end)."""
     if layout.strategy == "ddp":
-        return 0.0, 4.0 * 25 * 2**20 * 2  # buckets
+        buckets = 4.0 * 25 * 2**20 * 2
+        return 0.0, buckets, buckets
     if layout.data_parallel == 1:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     layer, tables = size.matrices / layout.tp, size.tables / layout.tp
-    # The layer that runs, those that are gathered ahead, and the buffer of the one under way; embedding and head all the time.
-    weights = layer * bytes_.wire * (2 + prefetch) + tables * PLAIN
-    gradients = layer * (PLAIN + 4.0) + tables * (PLAIN + 4.0)
-    return (weights if layout.shard > 1 else tables * PLAIN), gradients
+    # The layer that runs and those that are gathered ahead; embedding and head until the end, when they go before their gradients are
+    # copied into the float32 buffer that is reduced.
+    weights = tables * PLAIN + (layer * bytes_.wire * (1 + prefetch) if layout.shard > 1 else 0.0)
+    return weights, layer * (PLAIN + 4.0), tables * (PLAIN + 4.0)
