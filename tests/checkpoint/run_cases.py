@@ -20,12 +20,12 @@ import ottava
 from distributed.parity import RECIPES, SEED
 from ottava.checkpoint import Checkpoints, load_model_state, model_state
 from ottava.distributed import ParallelPlan, attach, meshes_of, parallelize
-from ottava.distributed.random import CudaRNGStatesTracker, model_parallel_seed
 from ottava.distributed.vocabulary import VocabParallelEmbedding, VocabParallelHead
 from ottava.distributed.whole import layout_of
 from ottava.models.gpt import GPT, GPTConfig
 from ottava.models.llama import Llama, LlamaConfig
 from ottava.nn.initialize import materialize_
+from ottava.nn.random_streams import CudaRNGStatesTracker, model_parallel_seed
 from ottava.nn.strategy import Layout
 
 Mesh = dict[str, Any]

@@ -29,7 +29,7 @@ from ottava.checkpoint.checkpoints import Checkpoints
 from ottava.checkpoint.load import Loaded, Relaxed
 from ottava.checkpoint.placement import Placed, modules_of, placed_parameters
 from ottava.distributed.fsdp import refresh
-from ottava.distributed.random import CudaRNGStatesTracker
+from ottava.nn.random_streams import CudaRNGStatesTracker
 from ottava.nn.rotary import RotaryPositionEmbedding
 from ottava.nn.weights import weight_format
 from ottava.optimizers import FusedAdam

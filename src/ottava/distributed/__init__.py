@@ -3,10 +3,10 @@
 from typing import TYPE_CHECKING, Any
 
 from ottava.distributed.plan import Meshes, ParallelPlan
-from ottava.distributed.random import CudaRNGStatesTracker, model_parallel_seed, use_tracker
 from ottava.distributed.recompute import apply_recompute, checkpoint
 from ottava.distributed.tensor_parallel import Column, Row, split_tensors
 from ottava.distributed.user_buffers import destroy_ub, initialize_ub
+from ottava.nn.random_streams import CudaRNGStatesTracker, model_parallel_seed, use_tracker
 
 if TYPE_CHECKING:
     from ottava.distributed.fsdp import attach, refresh, shard_model

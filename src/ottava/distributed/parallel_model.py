@@ -1,7 +1,7 @@
 """`parallelize`: a model of whole layers becomes one that trains on all ranks, as a `ParallelPlan` says.
 
     check            do plan, machine and ranks agree                       topology.py, agreement.py
-    random streams   dropout masks that tensor-parallel ranks must not share  random.use_tracker
+    random streams   dropout masks that tensor-parallel ranks must not share  nn.random_streams.use_tracker
     split            parameters over tensor-parallel ranks                  tensor_parallel.split_tensors
     recompute        what is kept for backward                              recompute.apply_recompute
     shard            weights over data-parallel ranks, blocks then root     fsdp.shard_model, fsdp1.shard_model_fsdp1, fsdp1.ddp
@@ -26,11 +26,11 @@ from ottava.distributed.agreement import check_agreement
 from ottava.distributed.fsdp import keep_whole, refresh, shard_model
 from ottava.distributed.fsdp1 import ddp, shard_model_fsdp1
 from ottava.distributed.plan import Meshes, ParallelPlan
-from ottava.distributed.random import CudaRNGStatesTracker, seed_tracker, use_tracker
 from ottava.distributed.recompute import apply_recompute, layers_of
 from ottava.distributed.tensor_parallel import set_parallel_modes, split_tensors
 from ottava.distributed.topology import Machine, check_model, check_topology, enforce
 from ottava.nn.initialize import materialize_
+from ottava.nn.random_streams import CudaRNGStatesTracker, seed_tracker, use_tracker
 from ottava.quant.delayed import DelayedState
 from ottava.recipe import Recipe
 

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ottava
 from ottava.distributed import attach, meshes_of, parallelize, tracker_of
-from ottava.distributed.random import seed_default, seed_tracker
 from ottava.models import GPT, CausalLM, Llama, LlamaConfig
+from ottava.nn.random_streams import seed_default, seed_tracker
 from ottava.quant.delayed import BUFFERS, DelayedState
 from ottava.quant.scheme import Scheme
 from ottava.train.config import Config
