@@ -309,11 +309,11 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
             check_float(weight, self.describe("weight"))
         scheme = str(stage.weight) if stage.texts is None else stage.texts.weight
         amax = shared_weight_amax(stage, weight) if stage.strategy.shares_weight_amax and not stage.delayed else None
-        later = (
-            wanted and is_first_microbatch is None and bool(self.gathered_by_fsdp) and self.freed_after_forward(weight)
-        )
+        later = wanted and is_first_microbatch is None and bool(self.gathered_by_fsdp) and self.freed_after_forward(weight)
         columnwise = wanted and not later and stage.weight.two_copies
-        q = Buffers(*torch.ops.ottava.quantize(weight.detach(), scheme, weight_scale, amax, True, columnwise))
+        q = Buffers(
+            *torch.ops.ottava.quantize(weight.detach(), scheme, weight_scale, amax, True, columnwise)
+        )
         if stage.delayed and chain.record:
             torch.ops.ottava.record_amax_(self._delayed_state().fwd_amax_history, q.rowwise_amax, 3 * index + 1, 0)
         if is_first_microbatch:
