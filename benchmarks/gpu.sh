@@ -30,8 +30,8 @@ bench() { # SHARE NAME SUFFIX OPTIONS...: the file is NAME-DEVICE-SUFFIX.json
 part 25 "tests/gpu" bash tests/gpu/run.sh
 bench 6 kernels ""
 bench 5 gemm -8b
-bench 3 attention -8b
-bench 3 attention -1b --shape 1b
+bench 3 attention -8b --documents 1000
+bench 3 attention -1b --shape 1b --documents 1000
 bench 8 layer -1x8192
 bench 4 layer -4x2048 --batch 4 --sequence 2048
 bench 18 step -1b --shape 1b --profile

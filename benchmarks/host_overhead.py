@@ -102,8 +102,9 @@ def suppress_launches() -> None:
     torch_private.current_device, torch_private.current_stream = _Zero.device, _Zero.stream
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     library = torch.library.Library(registry.NAMESPACE, "IMPL")
-    for name, function in registry.CUDA_VERSIONS.items():
-        library.impl(name, function, "CPU")
+    for name, function in vars(registry.FUNCTIONS["cuda"]).items():
+        library.impl(name, registry.without_gradients(function), "CPU")
+    registry.FUNCTIONS["cpu"] = registry.FUNCTIONS["cuda"]
     _KEPT.append(library)
 
 
@@ -199,32 +200,44 @@ def _profiled(function: Callable[[], Any]) -> None:
     pstats.Stats(profiler).sort_stats("tottime").print_stats(32)
 
 
-def _on_gpu(profile: str | None) -> None:
-    shape = Shape(hidden=512, ffn=1024, heads=4, kv_heads=2, sequence=128)
-    model = Layers(shape, "cuda")
-    x = torch.randn(shape.sequence, 1, shape.hidden, device="cuda", dtype=torch.bfloat16).requires_grad_()
-    dy = torch.randn_like(x)
-
-    def forward(chosen: Any) -> Tensor:
+def _timed(model: Layers, x: Tensor, dy: Tensor, chosen: Any) -> dict[str, float]:
+    """Median milliseconds until the calls of a forward and of a backward return, and between two events around both on the GPU."""
+    taken: dict[str, list[float]] = {"forward": [], "backward": [], "gpu": []}
+    for i in range(25):
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        before.record()
         with ottava.autocast(enabled=chosen is not None, recipe=chosen):
-            return model(x)
+            y = model(x)
+        middle = time.perf_counter()
+        y.backward(dy)
+        after.record()
+        end = time.perf_counter()
+        torch.cuda.synchronize()
+        if i >= 5:
+            taken["forward"].append((middle - start) * 1e3)
+            taken["backward"].append((end - middle) * 1e3)
+            taken["gpu"].append(before.elapsed_time(after))
+    return {way: round(statistics.median(times), 2) for way, times in taken.items()}
 
-    for name, chosen in RECIPES.items():
-        times: dict[str, list[float]] = {"forward": [], "backward": []}
-        for i in range(25):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            y = forward(chosen)
-            middle = time.perf_counter()
-            y.backward(dy)
-            end = time.perf_counter()
-            if i >= 5:
-                times["forward"].append((middle - start) * 1e3)
-                times["backward"].append((end - middle) * 1e3)
-        print(name, {k: round(statistics.median(v), 2) for k, v in times.items()})
-    if profile is not None:
-        chosen = RECIPES[profile]
-        _profiled(lambda: [forward(chosen).backward(dy) for _ in range(20)])
+
+def _on_gpu(profile: str | None) -> None:
+    """First with next to nothing for the GPU to do, then at the size of the bar: the host in at most half of the GPU's time."""
+    shapes = {
+        "small": Shape(hidden=512, ffn=1024, heads=4, kv_heads=2, sequence=128),
+        "hidden 2048, 8192 tokens": Shape(hidden=2048, ffn=8192, heads=32, kv_heads=8, sequence=8192),
+    }
+    for label, shape in shapes.items():
+        model = Layers(shape, "cuda")
+        x = torch.randn(shape.sequence, 1, shape.hidden, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        dy = torch.randn_like(x)
+        for name, chosen in RECIPES.items():
+            found = _timed(model, x, dy, chosen)
+            share = (found["forward"] + found["backward"]) / found["gpu"]
+            print(f"{label}, {shape.layers} layers, {name}: {found} ms, host / gpu {share:.2f}")
+            if profile == name and label == "small":
+                _profiled(lambda: [_timed(model, x, dy, chosen)])  # noqa: B023
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from ottava.bench import BENCHMARKS
 from ottava.cli.main import main
 
 
@@ -27,6 +28,8 @@ def test_help_and_version() -> None:
         (["bench"], "NAME"),
         (["bench", "leyer"], "invalid choice: 'leyer'"),
         (["bench", "layer", "--repeats", "0"], "must be at least 1, got 0"),
+        (["bench", "gemm", "--shape", "3b"], "invalid choice: '3b'"),
+        (["bench", "attention", "--rounds", "0"], "must be at least 1, got 0"),
         (["bench", "layer", "--recompute", "full"], "invalid choice: 'full'"),
     ],
 )
@@ -45,3 +48,21 @@ def test_bench_layer_checks_measures_and_writes_its_figures(tmp_path, capsys: py
     assert all(row["ms"] > 0 and row["relative_error"] < 0.15 for row in figures["results"].values())
     assert figures["machine"]["torch"] and figures["shape"]["sequence"] == 64
     assert "DelayedScaling" in capsys.readouterr().out
+
+
+def test_every_benchmark_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in BENCHMARKS:
+        with pytest.raises(SystemExit) as stopped:
+            main(["bench", name, "--help"])
+        assert stopped.value.code == 0 and "--output" in capsys.readouterr().out
+
+
+def test_a_benchmark_without_its_packages_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_numpy(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'numpy'", name="numpy")
+
+    monkeypatch.setattr("ottava.cli.main.importlib.import_module", without_numpy)
+    with pytest.raises(
+        SystemExit, match=r"ottava bench step needs more packages: pip install 'ottava\[train\]'.*numpy"
+    ):
+        main(["bench", "step"])

@@ -40,6 +40,13 @@ def test_inside_backward() -> None:
     assert seen == [True] and not torch_private.inside_backward()
 
 
+def test_tree_flatten_and_unflatten() -> None:
+    tree = ((1, None), {"a": [2]})
+    leaves, spec = torch_private.tree_flatten(tree)
+    assert leaves == [1, None, 2] and torch_private.tree_unflatten(leaves, spec) == tree
+    assert spec != torch_private.tree_flatten(((1, None), {"b": [2]}))[1]
+
+
 class _Double(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
@@ -65,13 +72,32 @@ def test_transforms_active() -> None:
     assert seen == [True]
 
 
-def test_current_device_and_stream_answer_where_there_is_no_gpu() -> None:
-    if not torch.cuda.is_available():
-        assert torch_private.current_device() == torch_private.current_stream(0) == -1
-    else:
+def test_nobody_intercepts_notices_who_does() -> None:
+    from torch.overrides import TorchFunctionMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    assert torch_private.nobody_intercepts()
+    with FlopCounterMode(display=False):
+        assert not torch_private.nobody_intercepts()
+    with TorchFunctionMode():
+        assert not torch_private.nobody_intercepts()
+    with torch.profiler.profile():
+        assert not torch_private.nobody_intercepts()
+    with torch_private.fake_mode():
+        assert not torch_private.nobody_intercepts()
+    seen = []
+    torch.func.vmap(lambda x: seen.append(torch_private.nobody_intercepts()) or x)(torch.ones(2))
+    torch.jit.trace(lambda x: seen.append(torch_private.nobody_intercepts()) or x + 1, torch.ones(2), check_trace=False)
+    assert not any(seen) and torch_private.nobody_intercepts()
+
+
+def test_current_device_and_stream_are_those_of_torch_cuda() -> None:
+    if torch.cuda.is_available():
         torch.cuda.init()
         assert torch_private.current_device() == torch.cuda.current_device()
         assert torch_private.current_stream(0) == torch.cuda.current_stream(0).cuda_stream
+    elif torch.version.cuda is None:
+        assert torch_private.current_device() == torch_private.current_stream(0) == -1
 
 
 def test_scaled_mm_is_that_of_functional() -> None:
@@ -182,6 +208,8 @@ def test_local_box_of_a_shard() -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         part = distribute_tensor(torch.zeros(8, 6), mesh, [Shard(0), Shard(1)], src_data_rank=None)
         assert torch_private.local_box(part) == ((4, 3), (0, 3))
+        with torch_private.fake_mode():
+            assert torch_private.local_box(part) == ((4, 3), (0, 3))
         assert torch_private.local_tensor(part).shape == (4, 3)
         assert torch_private.local_tensor(part) is torch_private.local_tensor(part)
     finally:
@@ -365,6 +393,9 @@ def test_every_function_is_tested_here() -> None:
     }
     tested = {
         "bare_apply",
+        "nobody_intercepts",
+        "tree_flatten",
+        "tree_unflatten",
         "scaled_mm",
         "_no_gpu",
         "current_device",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ottava import attention, distributed, kernels, optimizers, recipe
 from ottava.distributed import CudaRNGStatesTracker, destroy_ub, initialize_ub
+from ottava.graphs import make_graphed_callables
 from ottava.nn import (
     DotProductAttention,
     GroupedLinear,
@@ -55,6 +56,7 @@ __all__ = [
     "initialize_ub",
     "kernels",
     "leave_unquantized",
+    "make_graphed_callables",
     "optimizers",
     "quantize",
     "quantized_model_init",

@@ -72,6 +72,18 @@ def bare_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
+def nobody_intercepts() -> bool:
+    """Whether ops go straight to their device's version: no mode (fake tensors, counters, selective checkpoints), no transform of
+    `torch.func`, no tracer, no profiler."""
+    return not (
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._is_tracing()
+        or torch._C._autograd._profiler_enabled()
+    )
+
+
 def backward_id() -> int:
     """Identity of the backward pass that this thread runs now; -1 outside of one."""
     return torch._C._current_graph_task_id()
@@ -106,6 +118,20 @@ def map_instances(kind: type, function: Callable, tree: Any) -> Any:
     return tree_map_only(kind, function, tree)
 
 
+def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
+    """(the leaves of nested tuples, lists and dicts, what puts them together again). None is a leaf."""
+    from torch.utils._pytree import tree_flatten
+
+    return tree_flatten(tree)
+
+
+def tree_unflatten(leaves: list[Any], spec: Any) -> Any:
+    """The inverse of `tree_flatten`."""
+    from torch.utils._pytree import tree_unflatten
+
+    return tree_unflatten(leaves, spec)
+
+
 def generator_state(key: bytes) -> torch.Tensor:
     """State of a CPU generator whose 624 words come from `key`.
 
@@ -121,7 +147,8 @@ def generator_state(key: bytes) -> torch.Tensor:
 
 
 def local_box(parameter: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(shape, offset) of what this rank holds of a DTensor."""
+    """(shape, offset) of what this rank holds of a DTensor, also inside `fake_mode`, which would not let torch read its own numbers."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     for placement in parameter.placements:
@@ -131,7 +158,9 @@ def local_box(parameter: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
                 f"Dimension {placement.dim} of shape {tuple(parameter.shape)} is sharded by FSDP over {factor} tensor-parallel parts "
                 f"that are not equal, where torch's offsets are wrong: make {parameter.shape[placement.dim]} a multiple of {factor}."
             )
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    with unset_fake_temporarily():
+        mesh, placements = parameter.device_mesh, parameter.placements
+        shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
     return tuple(shape), tuple(offset)
 
 

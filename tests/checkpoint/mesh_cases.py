@@ -12,8 +12,9 @@ import gc
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,17 @@ MODULES = (
     "TransformerLayer-gelu", "TransformerLayer-swiglu", "GroupedLinear", *MODELS,
 )  # fmt: skip
 WAYS = ("dcp", "checkpoints")
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": torch.optim.AdamW,
+    "FusedAdam": ottava.optimizers.FusedAdam,
+    # Blocks of 128 along rows: not for layers that tensor parallelism would cut inside of one. Rounding counts elements of the whole.
+    "FusedAdam float8": partial(
+        ottava.optimizers.FusedAdam,
+        exp_avg_dtype="float8_block128",
+        exp_avg_sq_dtype="float8_block128",
+        stochastic_rounding=True,
+    ),
+}
 BEFORE, AFTER = 2, 2
 """Steps before the checkpoint and after it."""
 
@@ -194,8 +206,7 @@ class Run:
             self.model = mesh.parallelize(model, self.recipe, seed)
         else:
             self.model = mesh.place(model, seed)
-        kind = {"AdamW": torch.optim.AdamW, "FusedAdam": ottava.optimizers.FusedAdam}[case.optimizer]
-        self.optimizer = kind(self.model.parameters(), lr=1e-3, eps=1e-3, weight_decay=0.1)
+        self.optimizer = OPTIMIZERS[case.optimizer](self.model.parameters(), lr=1e-3, eps=1e-3, weight_decay=0.1)
 
     def steps(self, first: int, count: int) -> list[float]:
         """The losses of some steps."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.mesh_cases import MESHES, MODULES, RECIPES, WAYS, Case, Job, Pool, all_cases, run_jobs
+from checkpoint.mesh_cases import MESHES, MODULES, OPTIMIZERS, RECIPES, WAYS, Case, Job, Pool, all_cases, run_jobs
 from distributed.ranks import Ranks
 
 pytestmark = pytest.mark.timeout(3600)
@@ -23,6 +23,9 @@ def slice_of_the_product() -> list[Job]:
             case = Case(module, recipes[(number * 2 + i // 5) % 5], stored, "AdamW" if torchs else "FusedAdam")
             source = meshes[number % 6]
             jobs.append(Job(case, source, (source, meshes[(number + 1 + i // 2) % 6]), (WAYS[number // 6 % 2],)))
+    float8 = Case("Linear", "current", False, "FusedAdam float8")
+    jobs.append(Job(float8, "2x2", ("dp4", "3x2", "one")))
+    jobs.append(Job(Case("LayerNormMLP-swiglu", "block", True, "FusedAdam float8"), "3x2", ("2x2",)))
     return jobs
 
 
@@ -35,7 +38,7 @@ def test_a_slice_covers_every_value_of_every_axis() -> None:
     jobs = slice_of_the_product()
     assert {job.case.module for job in jobs} == set(MODULES) and {job.case.recipe for job in jobs} == set(RECIPES)
     assert {(job.case.stored, job.case.optimizer) for job in jobs} == {
-        (stored, optimizer) for stored in (False, True) for optimizer in ("AdamW", "FusedAdam")
+        (stored, optimizer) for stored in (False, True) for optimizer in OPTIMIZERS
     }
     assert {job.source for job in jobs} == {target for job in jobs for target in job.targets} == set(MESHES)
     assert {way for job in jobs for way in job.ways} == set(WAYS)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import ottava
 from distributed.parity import RECIPES, SEED, batch_of, build
@@ -15,7 +16,9 @@ from distributed.ranks import Ranks
 from ottava.distributed import (
     ParallelPlan,
     clip_grad_norm_,
+    grad_norm_and_scale,
     gradient_sync,
+    gradients,
     meshes_of,
     parallelize,
     prefetch_blocks,
@@ -23,6 +26,7 @@ from ottava.distributed import (
 )
 from ottava.models.llama import Llama, LlamaConfig
 from ottava.nn.initialize import materialize_
+from ottava.optimizers.gradient_norm import norm_and_scale, part_of
 
 MICROBATCHES, BATCH = 4, 16
 PLANS: dict[str, dict[str, Any]] = {
@@ -67,9 +71,22 @@ def norms_and_weights(
                 with ottava.autocast(enabled=recipe != "none", recipe=RECIPES[recipe]):
                     loss = model(mine[:, :-1], mine[:, 1:]) / MICROBATCHES
                 loss.backward()
+        norm, scale = grad_norm_and_scale(model, 0.5)
         norms.append(float(clip_grad_norm_(model, 0.5)))
+        assert float(norm) == norms[-1] and scale == (0.5 / (norm + 1e-6)).clamp(max=1.0)
+        assert_parts_add_up(model, norms[-1], float(scale))
         optimizer.step()
     return norms, whole_state(model)
+
+
+def assert_parts_add_up(model: nn.Module, norm: float, scale: float) -> None:
+    """What a GPU does for every strategy but FSDP1's own: sums of squares by the ranks that hold parts. The gradients are scaled now."""
+    held = list(gradients._gradients(model))
+    if isinstance(model, FullyShardedDataParallel) and not any(group for _, group in held):
+        return
+    shards = (model.process_group,) if isinstance(model, FullyShardedDataParallel) else ()
+    found = norm_and_scale([part_of(gradient, group, shards) for gradient, group in held], 0.5)
+    assert float(found[0]) == pytest.approx(norm * scale, rel=1e-5) and float(found[1]) == pytest.approx(1.0, rel=1e-5)
 
 
 def one_big_batch() -> list[float]:

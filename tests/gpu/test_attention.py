@@ -80,6 +80,20 @@ def test_packed_documents_against_float64(backend: str, dim: int, rows: list[lis
 
 
 @pytest.mark.parametrize("backend", PACKED)
+def test_documents_of_one_token_are_their_values(backend: str) -> None:
+    q, k, v = inputs(200, 2, 8, 2, 64)
+    module = DotProductAttention(8, 64, 2, attn_mask_type="arbitrary")
+    packed = PackedDocuments(torch.arange(200).expand(2, 200).contiguous(), "cuda")
+    with attention_backend(backend):
+        out, dq, dk, dv = with_gradients(lambda *qkv: module(*qkv, attention_mask=packed), [q, k, v])
+    assert torch.equal(out, v.detach().repeat_interleave(4, dim=2).flatten(-2))
+    torch.manual_seed(2)
+    grad = torch.randn(out.shape, device="cuda", dtype=torch.bfloat16).double().unflatten(-1, (2, 4, 64)).sum(-2)
+    assert (dv.double() - grad).norm() < GRAD * grad.norm()
+    assert max(dq.abs().max(), dk.abs().max()) < 0.1  # a weight of 1 whatever the score is; what is left is rounding
+
+
+@pytest.mark.parametrize("backend", PACKED)
 @pytest.mark.parametrize(("batch", "length", "dim"), [(1, 8192, 128), (2, 4096, 64)])
 def test_long_packed_documents_against_the_dense_mask(backend: str, batch: int, length: int, dim: int) -> None:
     documents = numbers_of_equal_count(batch, length)

@@ -158,6 +158,7 @@ def test_only_the_first_rank_of_many_says_so(caplog: pytest.LogCaptureFixture, m
 def on_cuda(schemes: tuple[str, str], m: int = 16, n: int = 32, k: int = 128) -> None:
     """The function that CUDA tensors are dispatched to, with CPU tensors; what it hands to cuBLASLt raises `NotImplementedError`."""
     a, b = operand(torch.randn(m, k), schemes[0]), operand(torch.randn(n, k), schemes[1])
+    gemm._pair_on.cache_clear()  # no real device changes its capability
     gemm._scaled_mm_cuda(*a, *b, *schemes, None, torch.float32, True)
 
 

@@ -92,6 +92,8 @@ def test_bounds_and_cumulative_lengths_say_the_same() -> None:
     assert starts.tolist() == [[0] * 5 + [5] + [6] * 6, [0] * 12]
     assert ends.tolist() == [[5] * 5 + [6] + [12] * 6, [12] * 12]
     assert packed.bounds()[0] is starts
+    backwards = PackedDocuments(9 - documents)  # the numbers need no order, if each stays in one place
+    assert torch.equal(backwards.cu_seqlens, packed.cu_seqlens)
 
 
 def test_lengths_are_not_asked_for_where_that_would_wait() -> None:

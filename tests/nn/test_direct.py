@@ -14,7 +14,7 @@ import ottava
 from ottava import recipe
 from ottava.nn import base, direct
 from ottava.nn.product import watching
-from quant_cases import QUANTIZING, all_same, casting, delayed_state, gradients
+from quant_cases import RECIPES, all_same, casting, delayed_state, gradients
 
 MODULES: dict[str, Any] = {
     "linear": lambda: ottava.Linear(64, 96, device="cpu"),
@@ -49,7 +49,7 @@ def chain_of(module: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize("kind", MODULES)
-@pytest.mark.parametrize("name", QUANTIZING)
+@pytest.mark.parametrize("name", RECIPES)
 def test_the_straight_loops_have_the_bits_of_the_general_ones(
     kind: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +97,38 @@ def test_who_watches_sees_every_product_of_a_direct_chain() -> None:
     with watching(lambda a, b: seen.append((str(a.scheme), str(b.scheme)))):
         y.sum().backward()
     assert seen[6:] == seen[2:6]
+
+
+def test_calibration_takes_the_general_loops() -> None:
+    """They record what an unquantized stage multiplies."""
+    module = ottava.Linear(64, 96, device="cpu")
+    with ottava.autocast(enabled=False, calibrating=True, recipe=recipe.DelayedScaling()):
+        module(torch.randn(32, 64))
+    assert not chain_of(module).direct and bool((module.delayed.fwd_scale[:2] != 1).all())
+
+
+@pytest.mark.parametrize("name", ["none", "current", "delayed"])
+def test_under_torch_autocast_and_under_a_mode_the_bits_are_the_same(name: str) -> None:
+    """There ops are called through the dispatcher, not as plain functions."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    torch.manual_seed(0)
+    module = MODULES["swiglu mlp"]().bfloat16()
+    one, two, three = (copy.deepcopy(module) for _ in range(3))
+    x = torch.randn(32, 64, dtype=torch.bfloat16)
+
+    def step(module: nn.Module) -> list[Tensor | None]:
+        leaf = x.clone().requires_grad_()
+        with casting(name):
+            y = module(leaf)
+        y.float().square().mean().backward()
+        return [y, leaf.grad, *gradients(module)]
+
+    plain = step(one)
+    with FlopCounterMode(display=False):
+        assert all_same(plain, step(two))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert all_same(plain, step(three))
 
 
 def test_what_is_not_plain_takes_the_general_loops() -> None:

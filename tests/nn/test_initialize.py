@@ -126,12 +126,29 @@ def test_an_elementwise_method_never_sees_more_than_a_slab() -> None:
 def test_which_functions_are_elementwise() -> None:
     mine = elementwise(lambda w: w.normal_())
     assert as_method(None) == Normal(std=0.023)
-    for method in (mine, nn.init.normal_, nn.init.zeros_, functools.partial(mine), functools.partial(nn.init.normal_)):
+    for method in (mine, nn.init.zeros_, functools.partial(mine), functools.partial(nn.init.trunc_normal_, std=0.1)):
         assert isinstance(as_method(method), Elementwise)
+    assert as_method(nn.init.normal_) == as_method(functools.partial(nn.init.normal_)) == Normal(std=1.0)
+    assert as_method(functools.partial(nn.init.uniform_, b=3.0)) == Uniform(0.0, 3.0)
     for method in (lambda w: w.normal_(), nn.init.orthogonal_, nn.init.xavier_uniform_, nn.init.kaiming_normal_):
         assert isinstance(as_method(method), Whole)
     with pytest.raises(ValueError, match="must be a function"):
         as_method("normal")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [functools.partial(nn.init.normal_, std=0.02), functools.partial(nn.init.uniform_, a=-1.0, b=2.0), nn.init.normal_],
+)
+def test_threads_and_torchs_stream_give_the_same_bits(function: Any) -> None:
+    expected = draw("w", (1000, 33), Elementwise(function))
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 4):
+            torch.set_num_threads(threads)
+            assert torch.equal(draw("w", (1000, 33), function), expected)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_mistakes_are_named() -> None:

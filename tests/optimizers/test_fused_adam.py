@@ -30,7 +30,9 @@ def test_float32_is_torchs_adam_over_20_steps(device: str, adam_w_mode: bool, we
     theirs = train(lambda p: reference(p, **options, foreach=False), device="cpu")
     if device == "cpu":
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-    assert max(ulps(a.cpu(), b) for a, b in zip(ours, theirs, strict=True)) <= 2
+    for a, b in zip(ours, theirs, strict=True):
+        # A CPU's float32 root is not always the nearest: each of 20 steps of 3e-3 may be off by its last digit.
+        torch.testing.assert_close(a.cpu(), b, rtol=2.0**-22, atol=20 * 2.0**-23 * 3e-3)
 
 
 def test_positional_arguments_are_in_the_order_of_torch_and_transformer_engine() -> None:

@@ -19,7 +19,11 @@ from optimizers.adam_cases import (
 )
 from ottava import recipe
 from ottava.optimizers import FusedAdam
+from ottava.optimizers.adam_update import Update
+from ottava.optimizers.fused_step import mark_written
+from ottava.optimizers.moments import MomentFormat
 from ottava.quant.tensor import QuantizedTensor
+from ottava.quant.weight import Weight, note_made
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -158,3 +162,15 @@ def test_a_stock_optimizer_on_fp8_storage_dequantizes_computes_and_quantizes(kin
     assert not torch.equal(layer.weight.rowwise_data, before)
     # One or two roundings to FP8 (half a step of 1/8 each): decay and update may be two ops.
     assert (layer.weight.dequantize() - plain).abs().max() <= plain.abs().max() / 8
+
+
+def test_what_a_kernel_wrote_is_known_to_whoever_keeps_a_copy() -> None:
+    plain, weight = nn.Parameter(torch.ones(2, 4)), nn.Parameter(Weight.mastered("w", torch.ones(2, 4)))
+    note_made(weight)
+    assert weight.memory.made_from
+    moment, form = torch.zeros(2, 4), MomentFormat("float32")
+    updates = [Update(p.detach(), torch.ones(2, 4), {"exp_avg": moment}, (form, form)) for p in (plain, weight)]
+    before = plain._version, moment._version
+    mark_written(updates)
+    assert plain._version > before[0] and moment._version > before[1]
+    assert not weight.memory.made_from

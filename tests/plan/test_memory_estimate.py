@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 from ottava import recipe
 from ottava.distributed import ParallelPlan
 from ottava.models.llama import Llama, LlamaConfig
+from ottava.optimizers import FusedAdam
 from ottava.plan import RankMemory, estimate
 
 CONFIG = LlamaConfig(1024, 512, 1024, layers=2, heads=8, kv_heads=4, max_length=128)
@@ -65,6 +68,21 @@ def test_recomputation_and_tensor_parallelism_lower_the_floor() -> None:
     assert redone.activations < 0.8 * kept.activations
     assert split.gathered < 0.5 * kept.gathered  # a rank gathers a quarter of a layer
     assert split.sharded == pytest.approx(kept.sharded, rel=0.02)  # the same 8 ranks hold the same weights
+
+
+def test_the_optimizers_state_is_counted_as_it_is_kept() -> None:
+    matrices = PARAMETERS - 5 * 512
+    expected = {"float32": 8 * PARAMETERS, "bfloat16": 4 * PARAMETERS}
+    expected["float8_block128"] = int((2 + 8 / 128) * matrices) + 8 * 5 * 512  # norms keep float32
+    for kept, size in expected.items():
+
+        def make(parameters: Iterable[nn.Parameter], kept: str = kept) -> FusedAdam:
+            return FusedAdam(parameters, exp_avg_dtype=kept, exp_avg_sq_dtype=kept)
+
+        (found,) = estimate(build, lambda n: ParallelPlan(), [1], None, loss, make)
+        assert size <= found.optimizer <= size + 1000, kept
+        # Nothing beside gradients, parameters and state lives during a step: the peak is elsewhere, in backward.
+        assert found.peak <= found.sharded + found.gathered + found.activations
 
 
 def test_mistakes_are_named() -> None:

@@ -127,6 +127,9 @@ def test_mistakes_in_a_file_are_named_with_it(tmp_path, capsys, content, message
     assert message in said and (str(path) in said or "preset" in said)
 
 
+FUSED = ["--optimizer.name", "fused_adam"]
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -144,6 +147,15 @@ def test_mistakes_in_a_file_are_named_with_it(tmp_path, capsys, content, message
             "precision.plain_layers does not go with precision.fp8_weights",
         ),
         (["--precision.fp8-weights"], "needs optimizer.name 'fused_adam'"),
+        (["--optimizer.moments", "float8"], "optimizer.moments 'float8' needs optimizer.name 'fused_adam'"),
+        (["--precision.gradients", "bfloat16"], "precision.gradients 'bfloat16' needs optimizer.name 'fused_adam'"),
+        ([*FUSED, "--optimizer.masters", "remainder"], "is for precision.weights 'bfloat16'"),
+        ([*FUSED, "--optimizer.stochastic-rounding"], "optimizer.stochastic_rounding has nothing to round"),
+        ([*FUSED, "--optimizer.moments", "float8", "--parallel.strategy", "fsdp1"], "use 'fsdp2'"),
+        (
+            [*FUSED, "--optimizer.moments", "float8", "--parallel.tp", "2", "--model.ffn-hidden-size", "384"],
+            "model.ffn_hidden_size (384) must be a multiple of 256",
+        ),
         (["--precision.fp8-weights", "--precision.recipe", "none"], "precision.recipe is 'none'"),
         (["--precision.fp8-head", "--precision.recipe", "none"], "precision.fp8_head quantizes the head by the recipe"),
         (

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ottava.train.data import IGNORED, MIXTURE, Batch, Data, Prefetch, cumulative_lengths
+from ottava.train.data import IGNORED, MIXTURE, Batch, Data, Prefetch
 from ottava.train.token_file import write_token_file
 
 LENGTH = 8
@@ -108,7 +108,9 @@ def test_document_masks_name_documents_and_leave_out_what_cannot_be_known(tmp_pa
     assert batch.tokens.tolist() == [[1, 2, 9, 3, 9, 4, 5, 6, 7]]
     assert batch.documents is not None and batch.documents.tolist() == [[0, 0, 0, 1, 1, 2, 2, 2, 2]]
     assert batch.targets.tolist() == [[2, 9, IGNORED, 9, IGNORED, 5, 6, 7, 9]]
-    assert cumulative_lengths(batch.documents).tolist() == [0, 3, 5, 9]
+    packed = batch.to("meta").packed()  # as for a GPU: found on the host
+    assert packed.documents.device.type == "meta"
+    assert (packed.longest, batch.packed().cu_seqlens.tolist()) == (4, [0, 3, 5, 9])
 
 
 def test_mistakes_are_explained(tmp_path, file):

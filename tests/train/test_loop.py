@@ -268,6 +268,19 @@ def test_other_plans_train_the_same_and_resume(two, folder, whole, name, section
                 "checkpoint": {"background": True},
             },
         ),
+        ("fp8-head-tp", {"precision": {"fp8_head": True}, "model": {"pad_vocab_to": 256}, "parallel": {"tp": 2}}),
+        (
+            "float8-moments",
+            {
+                "optimizer": {
+                    "name": "fused_adam",
+                    "moments": "float8",
+                    "masters": "remainder",
+                    "stochastic_rounding": True,
+                },
+                "precision": {"weights": "bfloat16"},
+            },
+        ),
         ("mxfp8", {"precision": {"recipe": "MXFP8BlockScaling"}}),
         ("plain", {"precision": {"recipe": "none"}, "train": {"z_loss": 1e-4}}),
     ],

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any, NamedTuple
 
 import torch
@@ -95,8 +96,6 @@ def open_contender(name: str, overrides: str | None, setting: Setting) -> Iterat
 @contextmanager
 def _ours(name: str, overrides: str, setting: Setting) -> Iterator[Contender]:
     """The trainer's own loop, step by step."""
-    from tempfile import mkdtemp
-
     config = override(setting.config, overrides)
     run = mkdtemp(prefix="run-", dir=setting.folder)
     config = replace(config, train=replace(config.train, run=run))
@@ -111,8 +110,19 @@ def _ours(name: str, overrides: str, setting: Setting) -> Iterator[Contender]:
             return Outcome(found.loss, found.grad_norm)
 
         recipe = config.precision.make_recipe()
-        delayed = recipe is not None and Quantization.of(recipe).delayed
-        yield Contender(name, quantized_precision(recipe), loop.model.parameters, step, delayed)
+        if recipe is not None and Quantization.of(recipe).delayed:
+            _find_scales(loop)
+        yield Contender(name, quantized_precision(recipe), loop.model.parameters, step)
+
+
+def _find_scales(loop: Loop) -> None:
+    """Forward and backward passes without an update. Delayed scaling begins with scales of 1, in which small gradients vanish: each pass
+    makes scales of one more layer, from the last one down."""
+    for _ in range(loop.config.model.layers + 2):
+        batch = loop.data.batch(0, loop.config.train.global_batch).to(loop.world.device)
+        for part in batch.split(loop.config.train.micro_batch):
+            loop._microbatch(0, part, 1.0 / batch.tokens.numel(), None)
+        loop.optimizer.zero_grad()
 
 
 # ------------------------------------------------------------------------------------------------------------------ peers

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ottava.bench import report
 from ottava.bench.kernels import milliseconds
-from ottava.bench.layer import _count
+from ottava.bench.options import count
 from ottava.bench.shapes import Workload, workloads
 from ottava.kernels import cast, gemm
 from ottava.quant.quantization import Quantization
@@ -101,7 +101,7 @@ def check(kind: str, device: str) -> float:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument("--shape", choices=list(workloads()), help="model and batch (default 8b; on a CPU tiny)")
-    parser.add_argument("--rounds", type=_count, default=20, help="timed calls of each; the median counts (default 20)")
+    parser.add_argument("--rounds", type=count, default=20, help="timed calls of each; the median counts (default 20)")
     parser.add_argument("--output", type=Path, help="JSON file (default benchmarks/results/gemm-DEVICE-SHAPE.json)")
 
 

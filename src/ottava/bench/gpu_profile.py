@@ -41,7 +41,35 @@ def profile_step(step: Callable[[], Any], top: int = 25) -> dict[str, Any]:
         step()
         torch.cuda.synchronize()
     found = [e for e in run.key_averages() if not getattr(e, "is_user_annotation", False)]
-    return summarize([(e.key, e.count, e.self_device_time_total, str(e.device_type)) for e in found], top)
+    on_gpu = [
+        e for e in run.events() if str(e.device_type).endswith("CUDA") and not getattr(e, "is_user_annotation", False)
+    ]
+    seen = summarize([(e.key, e.count, e.self_device_time_total, str(e.device_type)) for e in found], top)
+    return seen | {"gaps": gaps([(e.name, e.time_range.start, e.time_range.end) for e in on_gpu], 15)}
+
+
+def gaps(kernels: list[tuple[str, float, float]], top: int) -> dict[str, Any]:
+    """When nothing ran between the first kernel and the last. kernels: (name, begin, end) in microseconds.
+
+    >>> gaps([("a", 0.0, 10.0), ("b", 8.0, 20.0), ("c", 520.0, 530.0)], 1)
+    {'ms': 0.5, 'top': [{'ms': 0.5, 'after': 'b', 'before': 'c', 'at_ms': 0.02}]}
+    """
+    found: list[tuple[float, str, str, float]] = []
+    ordered = sorted(kernels, key=lambda kernel: kernel[1])
+    end, last = (ordered[0][1], "") if ordered else (0.0, "")
+    for name, begin, finish in ordered:
+        if begin > end:
+            found.append((begin - end, last, name, end - ordered[0][1]))
+        if finish > end:
+            end, last = finish, name
+    longest = sorted(found, reverse=True)[:top]
+    return {
+        "ms": sum(gap[0] for gap in found) * 1e-3,
+        "top": [
+            {"ms": us * 1e-3, "after": after[:80], "before": before[:80], "at_ms": at * 1e-3}
+            for us, after, before, at in longest
+        ],
+    }
 
 
 def summarize(rows: list[tuple[str, int, float, str]], top: int) -> dict[str, Any]:

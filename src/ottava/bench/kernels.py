@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ottava.bench import report, timing
 from ottava.bench.gates import GATE_FAILED
-from ottava.bench.layer import _count
-from ottava.kernels import activation, cast, head_loss, norm, residual, rope
+from ottava.bench.options import count
+from ottava.kernels import activation, cast, grid, head_loss, many, norm, residual, rope
 from ottava.optimizers import FusedAdam
 from ottava.quant.scheme import Scheme
 from ottava.recipe import DelayedScaling, Float8BlockScaling
@@ -59,7 +59,7 @@ def _random(*shape: int, device: str, dtype: torch.dtype = torch.bfloat16) -> Te
     generator = torch.Generator().manual_seed(sum(shape))
     if device == "cpu":
         return torch.randn(*shape, generator=generator).to(dtype)
-    if shape[0] > max(CHECKED_ROWS):  # to be timed, not compared
+    if len(shape) > 1 and shape[0] > max(CHECKED_ROWS):  # to be timed, not compared
         return torch.randn(*shape, device=device, dtype=dtype)
     return torch.randn(*shape, generator=generator).to(dtype).to(device)
 
@@ -173,7 +173,15 @@ def _others(sizes: Sizes) -> Iterator[Case]:
             False,
         )
 
+    def data(rows: int, device: str) -> tuple[Any, ...]:
+        return _random(rows, hidden, device=device).view(torch.uint8), str(Scheme.of(DelayedScaling(), "weight"))
+
+    def weights(rows: int, device: str) -> tuple[Any, ...]:
+        return [_random(rows // 4, hidden, device=device, dtype=torch.float32) for _ in range(4)], [], [0] * 8
+
     yield Case("amax", x, cast.amax)
+    yield Case("amax of many weights", weights, many.amax_many)
+    yield Case("transpose of bytes", data, grid.transpose)
     yield Case("norm statistics", stats, norm.stats, exact=False)
     yield Case("norm backward", backward, norm.backward, exact=False)
     yield Case("bias + residual", biased, residual.bias_residual)
@@ -182,8 +190,14 @@ def _others(sizes: Sizes) -> Iterator[Case]:
 
 def _tensors(values: Any) -> list[Tensor]:
     """The tensors in a call's arguments or results, each once."""
-    found = {id(v): v for v in (values if isinstance(values, tuple | list) else (values,)) if isinstance(v, Tensor)}
-    return [tensor for tensor in found.values() if tensor.numel()]
+    given = [values]
+    found: dict[int, Tensor] = {}
+    for value in given:  # which grows by what lies in lists
+        if isinstance(value, tuple | list):
+            given += value
+        elif isinstance(value, Tensor) and value.numel():
+            found[id(value)] = value
+    return list(found.values())
 
 
 def moved_bytes(inputs: Any, outputs: Any) -> int:
@@ -244,7 +258,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rows", default=None, help="rows of the tensors, with commas (default 8192,32768; on a CPU 200)"
     )
     parser.add_argument("--only", default="", help="kernels whose name contains this (default: all)")
-    parser.add_argument("--rounds", type=_count, default=30, help="timed calls of each; the median counts (default 30)")
+    parser.add_argument("--rounds", type=count, default=30, help="timed calls of each; the median counts (default 30)")
     parser.add_argument(
         "--gate", action="store_true", help="exit with 3 if a kernel is below 80%% (65%%) of the copy's rate"
     )
@@ -263,7 +277,7 @@ def run(options: argparse.Namespace) -> int:
         check(case, device)
     rate = copy_rate(2**29 if device == "cuda" else 2**20, options.rounds, device)
     print(f"copy {rate / 1e9:.0f} GB/s\n{'kernel':28}{'rows':>7}{'MB':>8}{'ms':>9}{'GB/s':>8}{'of copy':>9}")
-    results = [measure(case, count, rate, options.rounds, device) for case in chosen for count in rows]
+    results = [measure(case, each, rate, options.rounds, device) for case in chosen for each in rows]
     for row in results:
         print(
             f"{row['kernel']:28}{row['rows']:7}{row['bytes'] / 1e6:8.0f}{row['ms']:9.4f}{row['gb_per_s']:8.0f}{row['share']:9.2f}"

@@ -21,6 +21,7 @@ import ottava
 from ottava import recipe
 from ottava.bench import report, timing
 from ottava.bench.layer_peers import PEERS, layer_peer
+from ottava.bench.options import count
 from ottava.bench.shape_of_layers import SMALL, Shape
 
 RECIPES: dict[str, recipe.Recipe | None] = {
@@ -171,21 +172,13 @@ def _profile(model: Layers, x: Tensor, dy: Tensor, name: str) -> str:
     return run.key_averages().table(sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=70)
 
 
-def _count(text: str) -> int:
-    """A command-line number that must be at least 1."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
-    return number
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("--batch", type=_count, default=1, help="sequences in a batch (default 1)")
+    parser.add_argument("--batch", type=count, default=1, help="sequences in a batch (default 1)")
     parser.add_argument(
-        "--sequence", type=_count, default=None, help="tokens in a sequence (default 8192, on a CPU 128)"
+        "--sequence", type=count, default=None, help="tokens in a sequence (default 8192, on a CPU 128)"
     )
-    parser.add_argument("--repeats", type=_count, default=10, help="timed steps; the median counts (default 10)")
+    parser.add_argument("--repeats", type=count, default=10, help="timed steps; the median counts (default 10)")
     parser.add_argument(
         "--recompute",
         choices=("none", "selective"),

@@ -82,11 +82,8 @@ def layer_peer(name: str, model: Any, shape: Shape, x: Tensor, dy: Tensor) -> tu
 
 
 def _te_blocks(blocks: Any, config: LlamaConfig, device: torch.device) -> tuple[nn.ModuleList, Callable[[], Any]]:
-    from ottava.bench.te_peer import TeBlock, require_te
+    from ottava.bench.te_peer import TeBlock, require_te, te_autocast
 
     require_te(device)
-    import transformer_engine.pytorch as te
-    from transformer_engine.common import recipe
-
     made = nn.ModuleList(TeBlock(block, config, i + 1, device) for i, block in enumerate(blocks))
-    return made, lambda: te.autocast(enabled=True, recipe=recipe.DelayedScaling())
+    return made, te_autocast

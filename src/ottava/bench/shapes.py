@@ -29,7 +29,7 @@ class Workload:
     length: int
     reference_steps: int = 3
     """1 where weights, gradients and moments of the reference in float32 do not fit on one GPU: then it makes gradients alone."""
-    lr: float = 3e-5
+    lr: float = 2e-6
     """Small enough for the loss to fall from the first step on."""
 
     @property

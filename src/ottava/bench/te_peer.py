@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 from ottava.bench.peers import Unavailable
 from ottava.bench.plain_llama import Block, PlainLlama
+from ottava.compat.stand_in import StandIn
 from ottava.models import LlamaConfig
 
 
@@ -50,6 +53,16 @@ def copy_block(block: Block, layer: Any) -> None:
         theirs.copy_(ours)
 
 
+def te_autocast() -> AbstractContextManager[Any]:
+    """TransformerEngine's FP8 with DelayedScaling, as this version of it spells that."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.common import recipe
+
+    if hasattr(te, "autocast"):
+        return te.autocast(enabled=True, recipe=recipe.DelayedScaling())
+    return te.fp8_autocast(enabled=True, fp8_recipe=recipe.DelayedScaling())
+
+
 class TeLlama(nn.Module):
     """The plain model with TransformerEngine's layers, under its autocast and torch's to bf16."""
 
@@ -83,5 +96,7 @@ def require_te(device: torch.device) -> None:
     """Raises Unavailable where TransformerEngine cannot run."""
     if importlib.util.find_spec("transformer_engine") is None:
         raise Unavailable("transformer_engine cannot be imported: pip install transformer-engine[pytorch]")
+    if isinstance(importlib.import_module("transformer_engine"), StandIn):
+        raise Unavailable("transformer_engine is Ottava's own stand-in here: it would be timed against itself")
     if device.type != "cuda":
         raise Unavailable("TransformerEngine needs a GPU")

@@ -30,6 +30,7 @@ from ottava import torch_private
 from ottava.checkpoint.boxes import Box, Former, Index, Part
 from ottava.distributed.vocabulary import VocabParallelEmbedding, VocabParallelHead
 from ottava.distributed.whole import layout_of
+from ottava.kernels.block_moment import scale_shape, scales_at
 from ottava.nn.initialize import WRAPPERS
 from ottava.quant.weight import Weight
 from ottava.quant.weight_memory import COLUMNWISE, WeightMemory, blocks_of
@@ -94,11 +95,17 @@ class Placed:
         local = torch_private.local_tensor(value) if isinstance(value, DTensor) else value
         if local.shape == self.local.shape:
             return self.part(local, f".{key}")
+        if (
+            len(self.boxes) == 1
+            and local.dim() > 1
+            and (at := scales_at(self.boxes[0], self.shape, tuple(local.shape)))
+        ):
+            return Part(scale_shape(self.shape), local.dtype, ((at, local),))
         if local.numel() != 1 or (key != "step" and self.local.numel() != math.prod(self.shape)):
             raise ValueError(
                 f"The optimizer's {key!r} of {self.name} has shape {tuple(local.shape)} where the parameter has "
                 f"{tuple(self.local.shape)} of {self.shape}: no other mesh could load it. Use an optimizer whose state is shaped like "
-                "its parameters (FusedAdam with float32 or bfloat16 moments)."
+                "its parameters (FusedAdam with float32 or bfloat16 moments; float8_block128 where rows are not cut inside of blocks)."
             )
         # FSDP1 makes no steps with a parameter of which a rank holds nothing, so such a rank's count is not to be believed.
         counts = self.local.numel() > 0 or math.prod(self.shape) == 0

@@ -11,6 +11,10 @@ from ottava.bench import BENCHMARKS
 
 COMMANDS = {
     "train": "train a language model; `ottava train --help` explains every option",
+    "plan": "what fits on how many GPUs, how fast, and the configuration of the best",
+    "doctor": "are these machines sound? on one machine, or under a launcher on all ranks",
+    "status": "how a run is doing: steps, speed, time left, last checkpoint, errors",
+    "logs": "logs of a run's ranks, the first error first",
     "data": "make token files from text",
     "report": "one HTML page about one run or several",
     "checkpoint": "look at checkpoints",
@@ -30,15 +34,25 @@ def _parser(words: list[str]) -> argparse.ArgumentParser:
             importlib.import_module(f"ottava.cli.{name}").add_arguments(sub)
     bench = commands.add_parser("bench", help="measure something; outputs are checked first")
     if "bench" in words[:1]:
-        _add_benchmarks(bench)
+        _add_benchmarks(bench, words[1:2])
     return parser
 
 
-def _add_benchmarks(bench: argparse.ArgumentParser) -> None:
+def _add_benchmarks(bench: argparse.ArgumentParser, named: list[str]) -> None:
+    """Only the one that is named is imported: `bench step` needs the packages of the trainer, `bench layer` torch alone."""
     names = bench.add_subparsers(dest="name", required=True, metavar="NAME")
     for name, about in BENCHMARKS.items():
-        module = importlib.import_module(f"ottava.bench.{name}")
         sub = names.add_parser(name, help=about, description=f"{about}.")
+        if name not in named:
+            continue
+        try:
+            module = importlib.import_module(f"ottava.bench.{name}")
+        except ModuleNotFoundError as error:
+            if (error.name or "").startswith("ottava"):
+                raise
+            raise SystemExit(
+                f"ottava bench {name} needs more packages: pip install 'ottava[train]' ({error})."
+            ) from error
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)
 

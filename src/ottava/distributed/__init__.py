@@ -11,7 +11,7 @@ from ottava.distributed.user_buffers import destroy_ub, initialize_ub
 if TYPE_CHECKING:
     from ottava.distributed.fsdp import attach, refresh, shard_model
     from ottava.distributed.fsdp1 import ddp, prepare_te_modules_for_fsdp, shard_model_fsdp1
-    from ottava.distributed.gradients import clip_grad_norm_, gradient_sync
+    from ottava.distributed.gradients import clip_grad_norm_, grad_norm_and_scale, gradient_sync
     from ottava.distributed.parallel_model import meshes_of, parallelize, prefetch_blocks, tracker_of
     from ottava.distributed.whole import whole_state
 
@@ -27,6 +27,7 @@ __all__ = [
     "clip_grad_norm_",
     "ddp",
     "destroy_ub",
+    "grad_norm_and_scale",
     "gradient_sync",
     "initialize_ub",
     "meshes_of",
@@ -47,7 +48,7 @@ __all__ = [
 _LATER = {
     **dict.fromkeys(("ddp", "prepare_te_modules_for_fsdp", "shard_model_fsdp1"), "ottava.distributed.fsdp1"),
     **dict.fromkeys(("attach", "refresh", "shard_model"), "ottava.distributed.fsdp"),
-    **dict.fromkeys(("clip_grad_norm_", "gradient_sync"), "ottava.distributed.gradients"),
+    **dict.fromkeys(("clip_grad_norm_", "grad_norm_and_scale", "gradient_sync"), "ottava.distributed.gradients"),
     "whole_state": "ottava.distributed.whole",
     **dict.fromkeys(("meshes_of", "parallelize", "prefetch_blocks", "tracker_of"), "ottava.distributed.parallel_model"),
 }

@@ -103,43 +103,23 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Any, terms: Terms) -> Tensor:
-        first, real, vocabulary, ignore_index, smoothing, z_loss = terms
-        ignored = targets == ignore_index
-        wrong = ~ignored & ((targets < 0) | (targets >= vocabulary))
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        index, mine = columns_of(targets, first, real)
-        if real:
-            maximum = logits[:, :real].amax(dim=1).to(wide)
-        else:
-            maximum = torch.full(logits.shape[:1], float("-inf"), dtype=wide, device=logits.device)
-        maximum = collectives.all_reduce_max(maximum, group)
+        index, mine = columns_of(targets, terms.first, terms.real)
+        maximum = collectives.all_reduce_max(arithmetic.row_maxima(logits[:, : terms.real]), group)
         # Sum of exponents, shifted target logit, and with smoothing the sum of shifted logits: one collective for all.
-        parts = maximum.new_zeros(3 if smoothing else 2, maximum.numel())
-        arithmetic.fill_row_sums_(parts, logits[:, :real], maximum, index, mine)
+        parts = maximum.new_zeros(3 if terms.smoothing else 2, maximum.numel())
+        arithmetic.fill_row_sums_(parts, logits[:, : terms.real], maximum, index, mine)
         parts = collectives.all_reduce(parts.t().contiguous(), group).t()
-        log_sum = parts[0].log()
-        loss = log_sum - parts[1]
-        if smoothing:
-            loss = (1.0 - smoothing) * loss + smoothing * (log_sum - parts[2] / vocabulary)
-        if z_loss:
-            loss = loss + z_loss * (maximum + log_sum).square()
-        ctx.save_for_backward(logits, index, mine, ignored, maximum, parts[0].clone())
+        ctx.save_for_backward(logits, targets, index, mine, maximum, parts[0].clone())
         ctx.terms = terms
-        return loss.masked_fill(wrong, float("nan")).masked_fill(ignored, 0.0)
+        return arithmetic.losses_of(parts, maximum, targets, *terms[2:])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        """d loss / d x = softmax (1 + 2 z log-sum-exp) - (1 - smoothing) [x is the target] - smoothing / V."""
-        logits, index, mine, ignored, maximum, total = ctx.saved_tensors
-        _, real, vocabulary, _, smoothing, z_loss = ctx.terms
-        out = torch.zeros_like(logits) if real < logits.shape[1] else torch.empty_like(logits)
-        factor = grad / total
-        if z_loss:
-            factor = factor * (1.0 + 2.0 * z_loss * (maximum + total.log()))
-        at_target = (grad * (1.0 - smoothing)).masked_fill(~mine, 0.0)
-        everywhere = grad * (smoothing / vocabulary) if smoothing else None
-        arithmetic.fill_gradient_(out[:, :real], logits[:, :real], maximum, factor, index, at_target, everywhere)
-        # Written, not multiplied by 0: a row that is ignored may hold NaN, as attention gives for a padding token.
-        out.masked_fill_(ignored[:, None], 0.0)
-        return out, None, None, None
+        logits, targets, index, mine, maximum, total = ctx.saved_tensors
+        return (
+            arithmetic.gradient_of(grad, logits, targets, index, mine, maximum, total, *ctx.terms[1:]),
+            None,
+            None,
+            None,
+        )

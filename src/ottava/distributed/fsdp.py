@@ -31,6 +31,7 @@ from ottava import torch_private
 from ottava.distributed.collectives import FixedOrderReduceScatter
 from ottava.distributed.recompute import layers_of
 from ottava.nn.base import QuantizedModule
+from ottava.nn.precision import multiply_in
 from ottava.nn.strategy import like_dtensor
 from ottava.notices import warn_once
 from ottava.quant.quantization import Quantization
@@ -117,19 +118,8 @@ def keep_whole(
     _check_meshes(model, mesh, weight_mesh)
     _give_masters(model, None)
     _bind(model, mesh, weight_mesh, ())
-    if dtype is not None and dtype != torch.float32:
-        contexts: list[torch.autocast] = []
-
-        def enter(*_: Any) -> None:
-            contexts.append(torch.autocast(mesh.device_type, dtype))
-            contexts[-1].__enter__()
-
-        def leave(*_: Any) -> None:
-            contexts.pop().__exit__(None, None, None)
-
-        model.register_forward_pre_hook(enter)
-        model.register_forward_hook(leave, always_call=True)
-    return _follow(model, recipe, GatherPlan(reshard_after_forward=False))
+    multiply_in(model, mesh.device_type, dtype)
+    return _follow(model, recipe, GatherPlan(reshard_after_forward=False, whole=True))
 
 
 def _follow(model: nn.Module, recipe: Recipe | None, wire: GatherPlan) -> nn.Module:
@@ -138,7 +128,7 @@ def _follow(model: nn.Module, recipe: Recipe | None, wire: GatherPlan) -> nn.Mod
     if recipe is not None:
         wire.take_recipe(model, recipe)
     model.register_load_state_dict_post_hook(lambda module, keys: refresh(module))
-    model.register_forward_pre_hook(_before_forward, prepend=True)
+    model.register_forward_pre_hook(before_forward, prepend=True)
     if recipe is not None and not any(weight.is_meta for weight in _mastered(model)):
         refresh(model)
     return model
@@ -147,13 +137,16 @@ def _follow(model: nn.Module, recipe: Recipe | None, wire: GatherPlan) -> nn.Mod
 class GatherPlan:
     """What travels for one sharded model: the recipe of its bytes, and when they were made."""
 
-    def __init__(self, reshard_after_forward: bool) -> None:
-        self.reshard_after_forward = reshard_after_forward
+    def __init__(self, reshard_after_forward: bool, whole: bool = False) -> None:
+        self.reshard_after_forward, self.whole = reshard_after_forward, whole
+        """whole: no other rank has a part, and weights that were changed by hand are noticed. (FSDP2 refuses to gather them.)"""
         self.recipe: Recipe | None = None
         self.refused: Recipe | None = None
         """A recipe whose bytes cannot travel."""
         self.made_at = -1
         """`_STEPS` when the copies were renewed."""
+        self.weights: list[Weight] = []
+        """Those that were renewed then."""
 
     def take_recipe(self, model: nn.Module, recipe: Recipe) -> None:
         """Makes the weights travel as bytes of `recipe`. `refresh` has to follow."""
@@ -178,12 +171,12 @@ def _count_step(*_: Any) -> None:
 register_optimizer_step_pre_hook(_count_step)
 
 
-def _before_forward(model: nn.Module, args: Any) -> None:
+def before_forward(model: nn.Module, args: Any) -> None:
     """Before the root gathers anything: what `autocast` asks for now, and bytes of the masters as they are now.
 
     Every rank decides alike: by the recipe in force and by optimizer steps, never by looking at its own shard.
     """
-    if torch.compiler.is_compiling() or torch_private.inside_backward():
+    if torch.compiler.is_compiling() or torch_private.inside_backward() or model not in _PLANS:
         return
     wire = _PLANS[model]
     wanted = None if CURRENT.calibrating else CURRENT.recipe
@@ -199,13 +192,8 @@ def _before_forward(model: nn.Module, args: Any) -> None:
             warn_once(f"ottava: weights travel in high precision. {error}")
             return
         refresh(model)
-    elif wire.recipe is not None and (wire.made_at != _STEPS[0] or _changed_here(model)):
+    elif wire.recipe is not None and (wire.made_at != _STEPS[0] or (wire.whole and not all(map(fresh, wire.weights)))):
         refresh(model)
-
-
-def _changed_here(model: nn.Module) -> bool:
-    """Whether masters that no other rank has a part of were changed by hand. (FSDP2 refuses to gather what others may have.)"""
-    return not isinstance(model, FSDPModule) and any(not fresh(weight) for weight in _mastered(model))
 
 
 def reshard(model: nn.Module) -> None:
@@ -227,10 +215,10 @@ def refresh(model: nn.Module) -> None:
         >>> refresh(model)
     """
     reshard(model)  # what is gathered now holds the old bytes
+    weights = list(_mastered(model))
     for module in model.modules():
         if module in _PLANS:
-            _PLANS[module].made_at = _STEPS[0]
-    weights = list(_mastered(model))
+            _PLANS[module].made_at, _PLANS[module].weights = _STEPS[0], weights
     for weight in weights:
         if weight.is_meta:
             raise ValueError(

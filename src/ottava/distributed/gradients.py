@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ottava.distributed.whole import layout_of
+from ottava.optimizers.gradient_norm import norm_and_scale, part_of
 
-__all__ = ["clip_grad_norm_", "gradient_sync"]
+__all__ = ["clip_grad_norm_", "grad_norm_and_scale", "gradient_sync"]
 
 
 @contextlib.contextmanager
@@ -55,19 +56,42 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
 
         >>> norm = clip_grad_norm_(model, 1.0)
     """
+    norm = _norm(model, max_norm, clips=True)
+    if isinstance(norm, tuple):
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm[0])
+        return norm[0]
+    return norm
+
+
+@torch.no_grad()
+def grad_norm_and_scale(model: nn.Module, max_norm: float) -> tuple[Tensor, Tensor]:
+    """(the norm that `clip_grad_norm_` returns, the factor by which it scales). Gradients stay as they are, and no host waits.
+
+    >>> norm, scale = grad_norm_and_scale(model, 1.0)
+    >>> optimizer.step(grad_scale=scale)  # FusedAdam
+    """
+    norm = _norm(model, max_norm, clips=False)
+    return norm if isinstance(norm, tuple) else (norm, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+
+
+def _norm(model: nn.Module, max_norm: float, clips: bool) -> Tensor | tuple[Tensor, Tensor]:
+    """(norm, factor); or the norm, of gradients that torch has scaled (clips) or left alone."""
     if max_norm <= 0:
-        raise ValueError(f"clip_grad_norm_: max_norm must be above 0, got {max_norm!r} (math.inf: only the norm).")
+        raise ValueError(f"max_norm must be above 0, got {max_norm!r} (math.inf: only the norm).")
     held = list(_gradients(model))
     split = any(group for _, group in held)
     if isinstance(model, FullyShardedDataParallel) and not split:
-        return model.clip_grad_norm_(max_norm)
-    if split and not any(isinstance(gradient, DTensor) for gradient, _ in held):
-        norm = _norm_of_parts(held, model.process_group if isinstance(model, FullyShardedDataParallel) else None)
+        return model.clip_grad_norm_(max_norm if clips else math.inf)
+    in_parts = split and not any(isinstance(gradient, DTensor) for gradient, _ in held)
+    if in_parts or (held and held[0][0].is_cuda and not clips):
+        shards = (model.process_group,) if isinstance(model, FullyShardedDataParallel) else ()
+        found = norm_and_scale([part_of(gradient, group, shards) for gradient, group in held], max_norm)
+        return found[0], found[1]
+    if clips:
+        norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     else:
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
-    torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
-    return norm
+        norm = nn.utils.get_total_norm([gradient for gradient, _ in held])
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def _gradients(model: nn.Module) -> Iterator[tuple[Tensor, Any]]:
@@ -79,15 +103,3 @@ def _gradients(model: nn.Module) -> Iterator[tuple[Tensor, Any]]:
                 seen.add(id(parameter))
                 layout, size = layout_of(module, name)
                 yield parameter.grad, getattr(module, "tp_group", None) if layout.dim is not None and size > 1 else None
-
-
-def _norm_of_parts(held: list[tuple[Tensor, Any]], shard_group: Any) -> Tensor:
-    """Of plain gradients, some of which tensor-parallel ranks hold parts of; FSDP1's ranks hold parts of all of them."""
-    tp_group = next(group for _, group in held if group is not None)
-    squares = held[0][0].new_zeros(2, dtype=torch.float32)  # of gradients that every tp rank has, and of parts
-    for gradient, group in held:
-        squares[int(group is not None)] += gradient.float().square().sum()
-    if shard_group is not None:
-        dist.all_reduce(squares, group=shard_group)
-    dist.all_reduce(squares[1], group=tp_group)
-    return squares.sum().sqrt()

@@ -213,6 +213,7 @@ class VocabParallelEmbedding(_VocabularySplit):
         """tokens [...] integers in [0, num_embeddings) -> [..., h]. On a GPU a token outside gives NaN instead of an error."""
         if tokens.is_floating_point() or tokens.dtype == torch.bool:
             raise ValueError(f"VocabParallelEmbedding takes integer tokens, got {tokens.dtype}.")
+        tokens = tokens.contiguous()  # the output is laid out as they are, and every layer adds to it
         wrong = (tokens < 0) | (tokens >= self.num_embeddings)
         if readable(tokens) and bool(wrong.any()):
             worst = int(tokens[wrong].flatten()[0])

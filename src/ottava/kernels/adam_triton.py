@@ -82,12 +82,18 @@ def _mix(x):
 
 
 @triton.jit
-def _count_kernel(rows, coefficients):
-    """One program a tensor: step += 1, and the factors of this step [decay, -lr / correction1, sqrt(correction2), random key]."""
+def _count_kernel(rows, coefficients, grad_scale, SCALED: tl.constexpr):
+    """One program a tensor: step += 1, and the factors of this step [decay, -lr / correction1, sqrt(correction2), random key].
+
+    A grad_scale that is NaN: no step.
+    """
     row = rows + tl.program_id(0) * COUNT_WIDTH
     out = coefficients + tl.program_id(0) * 4
     step_at = tl.load(row + STEP).to(tl.pointer_type(tl.float32))
     step = tl.load(step_at) + 1.0
+    if SCALED:
+        factor = tl.load(grad_scale)
+        step = tl.where(factor == factor, step, step - 1.0)
     tl.store(step_at, step)
     lr = tl.load(row + LR).to(tl.float64, bitcast=True)
     lr_at = tl.load(row + LR_AT)
@@ -347,9 +353,11 @@ def _adam_kernel(
     if SCALED:
         factor = tl.load(grad_scale)
     total = tl.minimum((blocks - first + ROWS - 1) // ROWS, TILES)
+    if SCALED:
+        total = tl.where(factor == factor, total, 0)  # NaN: no step
     full = total * 0
     if not RAGGED:  # tiles of whole blocks need no mask, and so move 16 bytes at a time
-        full = tl.minimum((numel // 128 - first) // ROWS, TILES)
+        full = tl.minimum((numel // 128 - first) // ROWS, total)
         for tile in range(full):
             _tile(
                 first + tile * ROWS, grad_at, param_at, master_at, first_at, second_at, first_scale, second_scale, numel, blocks,
@@ -368,9 +376,10 @@ _COUNT = Launcher(_count_kernel)
 _ADAM = Launcher(_adam_kernel)
 
 
-def count(rows: Tensor, coefficients: Tensor) -> None:
+def count(rows: Tensor, coefficients: Tensor, grad_scale: Tensor | None) -> None:
     """Adds 1 to every step count of `rows` [n, 8] and writes the factors of the step to `coefficients` float32 [n, 4]."""
-    _COUNT((rows.shape[0],), 1, {"rows": rows, "coefficients": coefficients})
+    tensors = {"rows": rows, "coefficients": coefficients, "grad_scale": grad_scale}
+    _COUNT((rows.shape[0],), 1, {**tensors, "SCALED": grad_scale is not None})
 
 
 def step(

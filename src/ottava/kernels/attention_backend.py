@@ -119,15 +119,16 @@ def varlen_fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and q.shape[-1] <= 256
         and q.numel() > 0
         and k.numel() > 0
-        and _capability(q.device.index) >= (8, 0)
+        and (torch.compiler.is_compiling() or _capability(q.device.index) >= (8, 0))  # which is not traced
     )
 
 
 def flash4_fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """What flash4 was measured with. It is written for Hopper and Blackwell; torch.compile does not look into it, so compiled code
-    keeps to torch's kernels."""
+    keeps to torch's kernels, and so does who asks for deterministic ones, since its backward adds up in any order."""
     return (
         not torch.compiler.is_compiling()
+        and not torch.are_deterministic_algorithms_enabled()
         and varlen_fits(q, k, v)
         and q.shape[-1] in FLASH4_CHANNELS
         and _capability(q.device.index)[0] in (9, 10)
@@ -135,10 +136,5 @@ def flash4_fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 @functools.cache
-def _cached_capability(device: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
-@torch.compiler.assume_constant_result
 def _capability(device: int) -> tuple[int, int]:
-    return _cached_capability(device)
+    return torch.cuda.get_device_capability(device)

@@ -2,7 +2,8 @@
 
 The keys that a query sees are one run of its row: from the beginning of its document to itself. So the first query of a block says where
 the keys of the block begin, the last key of a block where its queries end, and nothing depends on how many documents there are: grids and
-shapes are static, which CUDA graphs need. Blocks inside of a document are taken without a mask. Heads that share a key are summed by one
+shapes are static, which CUDA graphs need. All blocks are masked in one loop: a loop of their own for those that need no mask makes ptxas
+put the products of all loops one behind the other (its warning C7515) and spill registers. Heads that share a key are summed by one
 program, so its gradient needs no atomics and has a fixed order. Scores, sums and accumulators are float32, operands of products 16 bits.
 """
 
@@ -18,59 +19,42 @@ from torch import Tensor
 from ottava.kernels.launch import Launcher
 
 LOG2E = 1.0 / math.log(2.0)
+# One compiled kernel for all of these: they steer loops, and no load gets wider by knowing them.
+_SIZES = ("length", "heads", "share")
 
 
 @triton.jit
-def _tile(base, first, index, channel, step, length, dim: tl.constexpr, DIM: tl.constexpr, checked: tl.constexpr):
+def _tile(base, first, index, channel, step, length, dim: tl.constexpr):
     """Rows first + index of a matrix [length, dim], whose rows lie `step` apart; index and channel say which way the tile lies."""
     at = base + tl.cast(first, tl.int64) * step + index * step + channel
-    if checked:
-        tile = tl.load(at, mask=(first + index < length) & (channel < dim), other=0.0)
-    elif dim == DIM:
-        tile = tl.load(at)
-    else:
-        tile = tl.load(at, mask=channel < dim, other=0.0)
-    return tile
+    return tl.load(at, mask=(first + index < length) & (channel < dim), other=0.0)
 
 
 @triton.jit
 def _forward_blocks(
     out, total, largest, q, k, v, low, high, row, start, k_step, v_step, length, scale,
-    dim: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, masked: tl.constexpr,
+    dim: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     index = tl.arange(0, KEYS)
     channel = tl.arange(0, DIM)
     for first in range(low, high, KEYS):
-        keys = _tile(k, first, index[None, :], channel[:, None], k_step, length, dim, DIM, masked)  # [DIM, KEYS]
+        keys = _tile(k, first, index[None, :], channel[:, None], k_step, length, dim)  # [DIM, KEYS]
         scores = tl.dot(q, keys) * scale
-        if masked:
-            column = first + index
-            seen = (column[None, :] <= row[:, None]) & (column[None, :] >= start[:, None])
-            # Finite: a row that has seen nothing yet holds garbage, which the factor 0 of its first real key takes away.
-            scores = tl.where(seen, scores, -1.0e30)
+        column = first + index
+        seen = (column[None, :] <= row[:, None]) & (column[None, :] >= start[:, None])
+        # Finite: a row that has seen nothing yet holds garbage, which the factor 0 of its first real key takes away.
+        scores = tl.where(seen, scores, -1.0e30)
         new = tl.maximum(largest, tl.max(scores, 1))
         shrink = tl.exp2(largest - new)
         weights = tl.exp2(scores - new[:, None])
         total = total * shrink + tl.sum(weights, 1)
-        values = _tile(v, first, index[:, None], channel[None, :], v_step, length, dim, DIM, masked)  # [KEYS, DIM]
+        values = _tile(v, first, index[:, None], channel[None, :], v_step, length, dim)  # [KEYS, DIM]
         out = tl.dot(weights.to(values.dtype), values, out * shrink[:, None])
         largest = new
     return out, total, largest
 
 
-@triton.jit
-def _runs(starts, first, length, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """(low, full, diagonal, high) of the keys of ROWS queries from `first` on: [full, diagonal) is seen by all of them."""
-    last = tl.minimum(first + ROWS, length)
-    low = tl.load(starts + first) // KEYS * KEYS
-    full = tl.cdiv(tl.load(starts + last - 1), KEYS) * KEYS  # the last query's document begins latest
-    diagonal = (first + 1) // KEYS * KEYS
-    full = tl.minimum(full, tl.cdiv(last, KEYS) * KEYS)
-    diagonal = tl.maximum(diagonal, full)
-    return low, full, diagonal, last
-
-
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _forward_kernel(
     q, k, v, out, sums, starts,
     q_batch, q_head, q_step, k_batch, k_head, k_step, v_batch, v_head, v_step, o_batch, o_head, o_step,
@@ -91,70 +75,14 @@ def _forward_kernel(
     channel = tl.arange(0, DIM)
     row = first + index
     start = tl.load(starts + row, mask=row < length, other=0)
-    queries = _tile(q, first, index[:, None], channel[None, :], q_step, length, dim, DIM, True)
+    queries = _tile(q, first, index[:, None], channel[None, :], q_step, length, dim)
     total = tl.zeros([ROWS], tl.float32)
     largest = tl.full([ROWS], -1.0e30, tl.float32)
     result = tl.zeros([ROWS, DIM], tl.float32)
-    low, full, diagonal, high = _runs(starts, first, length, ROWS, KEYS)
+    low = tl.load(starts + first) // KEYS * KEYS  # the first query's document begins earliest
+    high = tl.minimum(first + ROWS, length)
     result, total, largest = _forward_blocks(
-        result,
-        total,
-        largest,
-        queries,
-        k,
-        v,
-        low,
-        full,
-        row,
-        start,
-        k_step,
-        v_step,
-        length,
-        scale,
-        dim,
-        DIM,
-        KEYS,
-        True,
-    )
-    result, total, largest = _forward_blocks(
-        result,
-        total,
-        largest,
-        queries,
-        k,
-        v,
-        full,
-        diagonal,
-        row,
-        start,
-        k_step,
-        v_step,
-        length,
-        scale,
-        dim,
-        DIM,
-        KEYS,
-        False,
-    )
-    result, total, largest = _forward_blocks(
-        result,
-        total,
-        largest,
-        queries,
-        k,
-        v,
-        diagonal,
-        high,
-        row,
-        start,
-        k_step,
-        v_step,
-        length,
-        scale,
-        dim,
-        DIM,
-        KEYS,
-        True,
+        result, total, largest, queries, k, v, low, high, row, start, k_step, v_step, length, scale, dim, DIM, KEYS
     )
     inside = (row[:, None] < length) & (channel[None, :] < dim)
     at = out + tl.cast(first, tl.int64) * o_step + index[:, None] * o_step + channel[None, :]
@@ -162,7 +90,7 @@ def _forward_kernel(
     tl.store(sums + (batch * heads + head) * length + row, largest + tl.log2(total), mask=row < length)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _delta_kernel(
     out, grad, delta, o_batch, o_head, o_step, g_batch, g_head, g_step, length, heads,
     dim: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
@@ -175,8 +103,8 @@ def _delta_kernel(
     channel = tl.arange(0, DIM)
     o = out + batch * o_batch + head * o_head
     g = grad + batch * g_batch + head * g_head
-    a = _tile(o, first, index[:, None], channel[None, :], o_step, length, dim, DIM, True).to(tl.float32)
-    b = _tile(g, first, index[:, None], channel[None, :], g_step, length, dim, DIM, True).to(tl.float32)
+    a = _tile(o, first, index[:, None], channel[None, :], o_step, length, dim).to(tl.float32)
+    b = _tile(g, first, index[:, None], channel[None, :], g_step, length, dim).to(tl.float32)
     row = first + index
     tl.store(delta + (batch * heads + head) * length + row, tl.sum(a * b, 1), mask=row < length)
 
@@ -184,23 +112,22 @@ def _delta_kernel(
 @triton.jit
 def _query_blocks(
     dq, q, grad, lse, delta, k, v, low, high, row, start, k_step, v_step, length, scale,
-    dim: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, masked: tl.constexpr,
+    dim: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     index = tl.arange(0, KEYS)
     channel = tl.arange(0, DIM)
     for first in range(low, high, KEYS):
-        keys = _tile(k, first, index[None, :], channel[:, None], k_step, length, dim, DIM, masked)  # [DIM, KEYS]
-        values = _tile(v, first, index[None, :], channel[:, None], v_step, length, dim, DIM, masked)  # [DIM, KEYS]
+        keys = _tile(k, first, index[None, :], channel[:, None], k_step, length, dim)  # [DIM, KEYS]
+        values = _tile(v, first, index[None, :], channel[:, None], v_step, length, dim)  # [DIM, KEYS]
         p = tl.exp2(tl.dot(q, keys) * scale - lse[:, None])
-        if masked:
-            column = first + index
-            p = tl.where((column[None, :] <= row[:, None]) & (column[None, :] >= start[:, None]), p, 0.0)
+        column = first + index
+        p = tl.where((column[None, :] <= row[:, None]) & (column[None, :] >= start[:, None]), p, 0.0)
         ds = p * (tl.dot(grad, values) - delta[:, None])
         dq = tl.dot(ds.to(keys.dtype), tl.trans(keys), dq)
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _query_kernel(
     q, k, v, grad, sums, deltas, starts, dq,
     q_batch, q_head, q_step, k_batch, k_head, k_step, v_batch, v_head, v_step, g_batch, g_head, g_step,
@@ -224,72 +151,13 @@ def _query_kernel(
     start = tl.load(starts + row, mask=row < length, other=0)
     lse = tl.load(sums + (batch * heads + head) * length + row, mask=row < length, other=float("inf"))
     delta = tl.load(deltas + (batch * heads + head) * length + row, mask=row < length, other=0.0)
-    queries = _tile(q, first, index[:, None], channel[None, :], q_step, length, dim, DIM, True)
-    grads = _tile(grad, first, index[:, None], channel[None, :], g_step, length, dim, DIM, True)
+    queries = _tile(q, first, index[:, None], channel[None, :], q_step, length, dim)
+    grads = _tile(grad, first, index[:, None], channel[None, :], g_step, length, dim)
     result = tl.zeros([ROWS, DIM], tl.float32)
-    low, full, diagonal, high = _runs(starts, first, length, ROWS, KEYS)
+    low = tl.load(starts + first) // KEYS * KEYS  # the first query's document begins earliest
+    high = tl.minimum(first + ROWS, length)
     result = _query_blocks(
-        result,
-        queries,
-        grads,
-        lse,
-        delta,
-        k,
-        v,
-        low,
-        full,
-        row,
-        start,
-        k_step,
-        v_step,
-        length,
-        scale,
-        dim,
-        DIM,
-        KEYS,
-        True,
-    )
-    result = _query_blocks(
-        result,
-        queries,
-        grads,
-        lse,
-        delta,
-        k,
-        v,
-        full,
-        diagonal,
-        row,
-        start,
-        k_step,
-        v_step,
-        length,
-        scale,
-        dim,
-        DIM,
-        KEYS,
-        False,
-    )
-    result = _query_blocks(
-        result,
-        queries,
-        grads,
-        lse,
-        delta,
-        k,
-        v,
-        diagonal,
-        high,
-        row,
-        start,
-        k_step,
-        v_step,
-        length,
-        scale,
-        dim,
-        DIM,
-        KEYS,
-        True,
+        result, queries, grads, lse, delta, k, v, low, high, row, start, k_step, v_step, length, scale, dim, DIM, KEYS
     )
     inside = (row[:, None] < length) & (channel[None, :] < dim)
     at = dq + tl.cast(first, tl.int64) * d_step + index[:, None] * d_step + channel[None, :]
@@ -299,32 +167,28 @@ def _query_kernel(
 @triton.jit
 def _key_blocks(
     dk, dv, k, v, q, grad, sums, deltas, starts, low, high, column, q_step, g_step, length, scale,
-    dim: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, masked: tl.constexpr,
+    dim: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     index = tl.arange(0, ROWS)
     channel = tl.arange(0, DIM)
     for first in range(low, high, ROWS):
         row = first + index
-        queries = _tile(q, first, index[None, :], channel[:, None], q_step, length, dim, DIM, masked)  # [DIM, ROWS]
-        grads = _tile(grad, first, index[:, None], channel[None, :], g_step, length, dim, DIM, masked)  # [ROWS, DIM]
-        if masked:  # beyond the end of the row the weights become 0
-            lse = tl.load(sums + row, mask=row < length, other=float("inf"))
-            delta = tl.load(deltas + row, mask=row < length, other=0.0)
-            start = tl.load(starts + row, mask=row < length, other=0)
-        else:
-            lse = tl.load(sums + row)
-            delta = tl.load(deltas + row)
-            start = row
+        queries = _tile(q, first, index[None, :], channel[:, None], q_step, length, dim)  # [DIM, ROWS]
+        grads = _tile(grad, first, index[:, None], channel[None, :], g_step, length, dim)  # [ROWS, DIM]
+        lse = tl.load(
+            sums + row, mask=row < length, other=float("inf")
+        )  # beyond the end of the row the weights become 0
+        delta = tl.load(deltas + row, mask=row < length, other=0.0)
+        start = tl.load(starts + row, mask=row < length, other=0)
         p = tl.exp2(tl.dot(k, queries) * scale - lse[None, :])  # [KEYS, ROWS]
-        if masked:
-            p = tl.where((column[:, None] <= row[None, :]) & (column[:, None] >= start[None, :]), p, 0.0)
+        p = tl.where((column[:, None] <= row[None, :]) & (column[:, None] >= start[None, :]), p, 0.0)
         dv = tl.dot(p.to(grads.dtype), grads, dv)
         ds = p * (tl.dot(v, tl.trans(grads)) - delta[None, :])
         dk = tl.dot(ds.to(queries.dtype), tl.trans(queries), dk)
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _key_kernel(
     q, k, v, grad, sums, deltas, starts, ends, dk, dv,
     q_batch, q_head, q_step, k_batch, k_head, k_step, v_batch, v_head, v_step, g_batch, g_head, g_step,
@@ -346,14 +210,10 @@ def _key_kernel(
     channel = tl.arange(0, DIM)
     column = first + index
     last = tl.minimum(first + KEYS, length)
-    keys = _tile(k, first, index[:, None], channel[None, :], k_step, length, dim, DIM, True)
-    values = _tile(v, first, index[:, None], channel[None, :], v_step, length, dim, DIM, True)
+    keys = _tile(k, first, index[:, None], channel[None, :], k_step, length, dim)
+    values = _tile(v, first, index[:, None], channel[None, :], v_step, length, dim)
     low = first // ROWS * ROWS
     high = tl.load(ends + last - 1)  # the last key's document ends latest
-    full = tl.cdiv(last, ROWS) * ROWS  # queries after all of these keys ...
-    stop = tl.maximum(tl.load(ends + first) // ROWS * ROWS, full)  # ... in the document of the first, hence of all
-    full = tl.minimum(full, high)
-    stop = tl.minimum(stop, tl.maximum(high, full))
     result_k = tl.zeros([KEYS, DIM], tl.float32)
     result_v = tl.zeros([KEYS, DIM], tl.float32)
     for i in range(share):
@@ -364,15 +224,7 @@ def _key_kernel(
         deltas_here = deltas + (batch * heads + head) * length
         result_k, result_v = _key_blocks(
             result_k, result_v, keys, values, q_here, g_here, sums_here, deltas_here, starts,
-            low, full, column, q_step, g_step, length, scale, dim, DIM, ROWS, True,
-        )  # fmt: skip
-        result_k, result_v = _key_blocks(
-            result_k, result_v, keys, values, q_here, g_here, sums_here, deltas_here, starts,
-            full, stop, column, q_step, g_step, length, scale, dim, DIM, ROWS, False,
-        )  # fmt: skip
-        result_k, result_v = _key_blocks(
-            result_k, result_v, keys, values, q_here, g_here, sums_here, deltas_here, starts,
-            stop, high, column, q_step, g_step, length, scale, dim, DIM, ROWS, True,
+            low, high, column, q_step, g_step, length, scale, dim, DIM, ROWS,
         )  # fmt: skip
     inside = (column[:, None] < length) & (channel[None, :] < dim)
     base = tl.cast(first, tl.int64)
@@ -389,11 +241,16 @@ _FORWARD, _DELTA = Launcher(_forward_kernel), Launcher(_delta_kernel)
 _QUERY, _KEY = Launcher(_query_kernel), Launcher(_key_kernel)
 
 
-def _sizes(dim: int) -> tuple[int, int, int]:
-    """(long side, short side, warps) of the blocks for heads of `dim` channels: what fits 227 KiB of shared memory in three stages."""
-    if dim <= 64:
-        return 128, 64, 4
-    return (128, 64, 8) if dim <= 128 else (64, 32, 4)
+def _sizes(kernel: str, dim: int) -> tuple[int, int, int]:
+    """(queries, keys, warps) of a block of `kernel`, "forward", "query" or "key", for heads of `dim` channels.
+
+    The long side stays with a program, the short one passes by in three stages: 164 KiB of shared memory at 128 channels.
+    """
+    if dim > 128:
+        return (32, 64, 8) if kernel == "key" else (64, 32, 4)
+    if kernel == "key":
+        return 64, 128, 8
+    return 128, 64, 4 if kernel == "forward" and dim <= 64 else 8
 
 
 def _rowed(x: Tensor) -> Tensor:
@@ -417,7 +274,7 @@ def document_attention(
     sums = q.new_empty(batch, heads, length, dtype=torch.float32)
     if out.numel() == 0:
         return out, sums
-    rows, keys, warps = _sizes(dim)
+    rows, keys, warps = _sizes("forward", dim)
     _FORWARD(
         (triton.cdiv(length, rows), batch * heads),
         warps,
@@ -444,7 +301,6 @@ def document_attention_backward(
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     if q.numel() == 0:
         return dq, dk, dv
-    long, short, warps = _sizes(dim)
     width = triton.next_power_of_2(dim)
     deltas = torch.empty_like(sums)
     _DELTA(
@@ -462,9 +318,11 @@ def document_attention_backward(
         **_strides(grad, "g", batch_first), "length": length, "heads": heads, "share": heads // groups,
         "scale": scale * LOG2E, "softmax_scale": scale, "dim": dim, "DIM": width,
     }  # fmt: skip
-    keys = {"ends": ends.contiguous(), "dk": dk, "dv": dv, "ROWS": short, "KEYS": long}
-    keys |= {**_strides(dk, "dk", batch_first), **_strides(dv, "dv", batch_first)}
-    _KEY((triton.cdiv(length, long), batch * groups), max(warps, 8) if dim > 64 else warps, common | keys, True)
-    queries = {"dq": dq, "ROWS": long, "KEYS": short, **_strides(dq, "d", batch_first)}
-    _QUERY((triton.cdiv(length, long), batch * heads), warps, common | queries, True)
+    rows, keys, warps = _sizes("key", dim)
+    own = {"ends": ends.contiguous(), "dk": dk, "dv": dv, "ROWS": rows, "KEYS": keys}
+    own |= {**_strides(dk, "dk", batch_first), **_strides(dv, "dv", batch_first)}
+    _KEY((triton.cdiv(length, keys), batch * groups), warps, common | own, True)
+    rows, keys, warps = _sizes("query", dim)
+    own = {"dq": dq, "ROWS": rows, "KEYS": keys, **_strides(dq, "d", batch_first)}
+    _QUERY((triton.cdiv(length, rows), batch * heads), warps, common | own, True)
     return dq, dk, dv

@@ -7,16 +7,23 @@ padded at the end with the number of tokens. The lengths stay on the device: not
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
 from torch import Tensor
-from torch.nn.attention import varlen
 
 from ottava.kernels.attention_backend import flash4
 
-# torch 2.12 on asks for enable_gqa before it takes fewer heads of keys than of queries; 2.11 takes them as they are.
-_GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
+
+@functools.cache
+def _varlen() -> tuple[Any, dict[str, Any]]:
+    """torch's module, imported where it is used, and what it has to be told about heads that share keys: torch 2.12 on asks for
+    enable_gqa, 2.11 takes them as they are."""
+    from torch.nn.attention import varlen
+
+    asks = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
+    return varlen, {"enable_gqa": True} if asks else {}
 
 
 def packed_attention(
@@ -45,7 +52,7 @@ def packed_attention(
             softmax_scale=scale, causal=causal,
         )  # fmt: skip
         return out
+    varlen, shared = _varlen()
     window = (-1, 0) if causal else (-1, -1)
-    out = varlen.varlen_attn(q, k, v, cu_q, cu_k, longest_q, longest_k, scale=scale, window_size=window, **_GQA)
-    assert isinstance(out, Tensor)  # a pair only where the sums are asked for
-    return out
+    longest_q = max(longest_q, 2)  # for one query a sequence torch takes another way, made for decoding
+    return varlen.varlen_attn(q, k, v, cu_q, cu_k, longest_q, longest_k, scale=scale, window_size=window, **shared)

@@ -39,6 +39,22 @@ def scale_shape(shape: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-1], blocks_of_row(shape[-1]))
 
 
+def scales_at(
+    box: tuple[tuple[int, ...], tuple[int, ...]], whole: tuple[int, ...], scales: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """Where scales of shape `scales` lie among those of a tensor of shape `whole`, if they are those of its box (offset, shape).
+
+    None if they are not, or if the box cuts a block.
+
+    >>> scales_at(((4, 256), (4, 256)), (8, 512), (4, 2))
+    (4, 2)
+    """
+    offset, extent = box
+    end = offset[-1] + extent[-1]
+    uncut = offset[-1] % BLOCK == 0 and (end % BLOCK == 0 or end == whole[-1])
+    return (*offset[:-1], offset[-1] // BLOCK) if uncut and scales == scale_shape(extent) else None
+
+
 def encode(value: Tensor, root: bool, bits: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """float32 [..., K] -> (uint8 [..., K], scale_inv float32 [..., ceil(K/128)]). bits: round stochastically by these (int64)."""
     # Through float64: the root in float32 of a CPU is not always the nearest, as a GPU's is.
@@ -74,7 +90,7 @@ def _in_blocks(x: Tensor, filler: float) -> Tensor:
 
 
 def _out_of_blocks(blocks: Tensor, like: Tensor) -> Tensor:
-    return blocks.reshape(*blocks.shape[:-2], -1)[..., : like.shape[-1]].reshape(like.shape)
+    return blocks.flatten(-2)[..., : like.shape[-1]].reshape(like.shape)
 
 
 def _signed_codes(y: Tensor, random: Tensor | None) -> Tensor:

@@ -128,11 +128,21 @@ def nvfp4_tensor_scale(amax: Tensor) -> Tensor:
     return torch.where(usable, scale, torch.ones_like(amax))
 
 
+def _table(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """float32 on `device`. While a CUDA graph is recorded nothing can be sent there: each number is then an argument of a launch."""
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        return torch.tensor(values, dtype=torch.float32, device=device)
+    table = torch.empty(len(values), device=device)
+    for i, value in enumerate(values):
+        table[i].fill_(value)
+    return table
+
+
 def to_e2m1_codes(x: Tensor, stochastic: bool) -> Tensor:
     """float32 in [-6, 6] -> 4-bit codes (uint8), rounding to nearest with ties to even, or stochastically. NaN becomes 6."""
     magnitude = x.abs()
     sign = (torch.signbit(x) & ~x.isnan()).to(torch.uint8) << 3  # devices disagree about the sign of a NaN
-    values = torch.tensor(E2M1_VALUES, device=x.device)
+    values = _table(E2M1_VALUES, x.device)
     below = torch.bucketize(magnitude, values, right=True).sub_(1).clamp_(0, 6)  # values[below] <= magnitude
     low, high = values[below], values[below + 1]
     fraction = (magnitude - low) / (high - low)
@@ -153,7 +163,7 @@ def hadamard16(x: Tensor) -> Tensor:
     h = torch.ones(1, 1, device=x.device, dtype=torch.float32)
     for _ in range(4):
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)], 0)
-    matrix = torch.tensor(_HADAMARD_SIGNS, device=x.device, dtype=torch.float32)[:, None] * h / 4.0
+    matrix = _table(_HADAMARD_SIGNS, x.device)[:, None] * h / 4.0
     return matmul(x.float().reshape(-1, 16), matrix).reshape(x.shape)
 
 
@@ -345,7 +355,7 @@ def unpack(data: Tensor, scheme: Scheme) -> Tensor:
     """Bytes -> unscaled float32 values [rows, columns]."""
     if scheme.element.dtype is not None:
         return data.view(scheme.element.dtype).float()
-    table = torch.tensor(E2M1_VALUES + tuple(-v for v in E2M1_VALUES), device=data.device)
+    table = _table(E2M1_VALUES + tuple(-v for v in E2M1_VALUES), data.device)
     codes = torch.stack([data & 0xF, data >> 4], dim=-1).flatten(1)
     return table[codes.int()]
 

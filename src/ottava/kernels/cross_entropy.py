@@ -82,6 +82,55 @@ def fill_row_sums_(parts: Tensor, logits: Tensor, maximum: Tensor, index: Tensor
         parts[0, rows] = _row_sums(shifted.exp_())
 
 
+def row_maxima(logits: Tensor) -> Tensor:
+    """Of each row [T], in float32 or wider; -inf where there are no columns."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    if logits.shape[1]:
+        return logits.amax(dim=1).to(wide)
+    return torch.full(logits.shape[:1], float("-inf"), dtype=wide, device=logits.device)
+
+
+def losses_of(
+    parts: Tensor, maximum: Tensor, targets: Tensor, vocabulary: int, ignore_index: int, smoothing: float, z_loss: float
+) -> Tensor:
+    """Losses [T] from what `fill_row_sums_` gives, of all ranks: 0 where a target is ignored, NaN where it is outside the vocabulary."""
+    ignored = targets == ignore_index
+    wrong = ~ignored & ((targets < 0) | (targets >= vocabulary))
+    log_sum = parts[0].log()
+    loss = log_sum - parts[1]
+    if smoothing:
+        loss = (1.0 - smoothing) * loss + smoothing * (log_sum - parts[2] / vocabulary)
+    if z_loss:
+        loss = loss + z_loss * (maximum + log_sum).square()
+    return loss.masked_fill(wrong, float("nan")).masked_fill(ignored, 0.0)
+
+
+def gradient_of(
+    grad: Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    index: Tensor,
+    mine: Tensor,
+    maximum: Tensor,
+    total: Tensor,
+    real: int,
+    vocabulary: int,
+    ignore_index: int,
+    smoothing: float,
+    z_loss: float,
+) -> Tensor:
+    """grad [T] times d loss / d x = softmax (1 + 2 z log-sum-exp) - (1 - smoothing) [x is the target] - smoothing / V, of all logits."""
+    out = torch.zeros_like(logits) if real < logits.shape[1] else torch.empty_like(logits)
+    factor = grad / total
+    if z_loss:
+        factor = factor * (1.0 + 2.0 * z_loss * (maximum + total.log()))
+    at_target = (grad * (1.0 - smoothing)).masked_fill(~mine, 0.0)
+    everywhere = grad * (smoothing / vocabulary) if smoothing else None
+    fill_gradient_(out[:, :real], logits[:, :real], maximum, factor, index, at_target, everywhere)
+    # Written, not multiplied by 0: a row that is ignored may hold NaN, as attention gives for a padding token.
+    return out.masked_fill_((targets == ignore_index)[:, None], 0.0)
+
+
 def fill_gradient_(
     out: Tensor,
     logits: Tensor,

@@ -233,21 +233,21 @@ def _scaled_mm_cuda(
 ) -> Tensor:
     (m, k), n = a.shape, b.shape[0]
     pair = _pair_on(a_scheme, b_scheme, a.device)
-    sa, sb, why = pair.a, pair.b, pair.emulated_because
+    why = pair.emulated_because
     if why is None and not pair.tensorwise:
         if m % 8 or n % 8 or k % 128:
             why = "cuBLASLt wants rows of both operands in multiples of 8, and a contraction in multiples of 128"
-        elif _finer(b, b_scale, sb):
+        elif b_scale.shape != (-(-n // pair.b_block[0]), k // pair.b_block[1]):  # `_finer`
             why = "a border between tensor-parallel ranks runs through blocks of 128"
     if m == 0 or n == 0 or k == 0 or why is not None:
         if why is not None and m and n and k:
-            _warn_of_emulation(sa, a.device, why)
+            _warn_of_emulation(pair.a, a.device, why)
         return _scaled_mm(
             a, a_scale, a_amax, b, b_scale, b_amax, a_scheme, b_scheme, bias, out_dtype, split_accumulator, parts
         )
     if pair.tensorwise:
         return _cublas_tensorwise(a, a_scale, b, b_scale, pair, bias, out_dtype, split_accumulator)
-    return _cublas_blockwise(a, a_scale, b, b_scale, sa, sb, bias, out_dtype)
+    return _cublas_blockwise(a, a_scale, b, b_scale, pair, bias, out_dtype)
 
 
 class _Pair(NamedTuple):
@@ -257,6 +257,8 @@ class _Pair(NamedTuple):
     b: Scheme
     a_dtype: torch.dtype
     b_dtype: torch.dtype
+    b_block: tuple[int, int]
+    """(0, 0): none."""
     tensorwise: bool
     emulated_because: str | None
 
@@ -265,7 +267,9 @@ class _Pair(NamedTuple):
 def _pair_on(a_scheme: str, b_scheme: str, device: torch.device) -> _Pair:
     a, b = Scheme.parse(a_scheme), Scheme.parse(b_scheme)
     why = emulated_because(a, b, torch.cuda.get_device_capability(device))
-    return _Pair(a, b, a.element.dtype or torch.uint8, b.element.dtype or torch.uint8, a.kind == "tensor", why)
+    return _Pair(
+        a, b, a.element.dtype or torch.uint8, b.element.dtype or torch.uint8, b.block or (0, 0), a.kind == "tensor", why
+    )
 
 
 def _cublas_tensorwise(
@@ -302,19 +306,17 @@ def _cublas_blockwise(
     a_scale: Tensor,
     b: Tensor,
     b_scale: Tensor,
-    sa: Scheme,
-    sb: Scheme,
+    pair: _Pair,
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    assert sa.block is not None and sb.block is not None
     out = torch_private.scaled_mm(
-        typed(a, sa),
-        typed(b, sb).t(),
-        _cublas_scale(a_scale, sa),
-        _BLOCK_TYPES[sa.block],
-        _cublas_scale(b_scale, sb),
-        _BLOCK_TYPES[sb.block],
+        a.view(pair.a_dtype),
+        b.view(pair.b_dtype).t(),
+        a_scale if a_scale.stride(0) == 1 else a_scale.t().contiguous().t(),  # always 1x128: `emulated_because`
+        _BLOCK_TYPES[1, 128],
+        _cublas_scale(b_scale, pair.b),
+        _BLOCK_TYPES[pair.b_block],
         None,
         out_dtype if bias is None else torch.float32,  # the bias is added before the one rounding
         False,

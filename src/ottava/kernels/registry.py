@@ -10,16 +10,20 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from ottava import torch_private
 
 NAMESPACE = "ottava"
 
 
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
-CUDA_VERSIONS: dict[str, Callable] = {}
-"""What runs where tensors are on a GPU, by the op's name; for benchmarks/host_overhead.py, which runs it where there is none."""
+FUNCTIONS = {"cpu": SimpleNamespace(), "cuda": SimpleNamespace()}
+"""By device, what the dispatcher would find for each op."""
 
 
 def define(
@@ -40,14 +44,32 @@ def define(
     schema = torch.library.infer_schema(reference, op_name=name, mutates_args=mutates)
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, without_gradients(reference), "CompositeExplicitAutograd")
-    if cuda is not None:
-        CUDA_VERSIONS[name] = cuda if cuda_launches else without_gradients(cuda)
-        _LIBRARY.impl(name, CUDA_VERSIONS[name] if has_triton() else without_gradients(reference), "CUDA")
+    if cuda is not None and has_triton():
+        _LIBRARY.impl(name, cuda if cuda_launches else without_gradients(cuda), "CUDA")
+    setattr(FUNCTIONS["cpu"], name, reference)
+    setattr(FUNCTIONS["cuda"], name, cuda if cuda is not None and has_triton() else reference)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     op = getattr(torch.ops.ottava, name).default
     for device in ("CPU", "CUDA"):
         _LIBRARY.impl(name, _outside_autocast(op), f"Autocast{device}")
     return op
+
+
+def plain_functions(x: Tensor) -> Any:
+    """What has the ops as attributes, to be called on tensors like x: the functions themselves where nobody wants to see the ops,
+    `torch.ops.ottava` elsewhere. For where autograd records nothing: inside of a Function, or with detached tensors.
+
+    The dispatcher's way into Python and back takes about 10 us a call, more than a prepared launch.
+    """
+    device = x.device.type
+    if (
+        (type(x) is Tensor or type(x) is torch.nn.Parameter)
+        and device in FUNCTIONS
+        and torch_private.nobody_intercepts()
+        and not torch.is_autocast_enabled(device)
+    ):
+        return FUNCTIONS[device]
+    return torch.ops.ottava
 
 
 def without_gradients(function: Callable) -> Callable:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ottava.kernels.launch import Launcher
+from ottava.kernels.launch import Launch, Launcher
 
 BLOCK = 2048  # elements a program: 16 a thread at 4 warps, enough loads in flight to fill the memory
 
@@ -22,18 +22,24 @@ def _kernel(x, bias, residual, out, total, width, BLOCK: tl.constexpr):
 
 
 _BIAS_RESIDUAL = Launcher(_kernel)
+_MOST_LAUNCHES = 1024
+_LAUNCHES: dict[tuple, Launch] = {}
+"""By all that the launch depends on but the addresses."""
 
 
 def bias_residual(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
     """See `residual._bias_residual`."""
     out = residual.new_empty(residual.shape)
-    if out.numel():
-        _BIAS_RESIDUAL(
-            (triton.cdiv(out.numel(), BLOCK),),
-            4,
-            {
-                "x": x.contiguous(), "bias": bias.contiguous(), "residual": residual.contiguous(), "out": out,
-                "total": out.numel(), "width": out.shape[-1], "BLOCK": BLOCK,
-            },
-        )  # fmt: skip
+    if out.numel() == 0:
+        return out
+    total, width = out.numel(), out.shape[-1]
+    key = (total, width, x.dtype, bias.dtype, residual.dtype)
+    launch = _LAUNCHES.get(key)
+    if launch is None:
+        if len(_LAUNCHES) >= _MOST_LAUNCHES:
+            _LAUNCHES.clear()
+        arguments = {"total": total, "width": width, "BLOCK": BLOCK}
+        launch = _BIAS_RESIDUAL.prepare((triton.cdiv(total, BLOCK),), 4, arguments, ("x", "bias", "residual", "out"))
+        _LAUNCHES[key] = launch
+    launch(x.contiguous(), bias.contiguous(), residual.contiguous(), out)
     return out

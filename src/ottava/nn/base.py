@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ottava import torch_private
 from ottava.kernels.cast import Buffers, operand_amax
+from ottava.kernels.registry import plain_functions
 from ottava.nn import weights
 from ottava.nn.columnwise import columnwise_later
 from ottava.nn.construction import ORDER
@@ -144,14 +145,17 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
         if len(names) == 1:
             one = self._parameters.get(names[0])  # past `__getattr__`, which is Python
             return one if type(one) is nn.Parameter else local(getattr(self, names[0]))
+        traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        if not traced:
+            plain = [self._parameters.get(name) for name in names]
+            if all(map(_is_plain, plain)):
+                return _join(plain)
         tensors: list[Any] = [local(getattr(self, name)) for name in names]
         if one_matrix(tensors):
             return as_one_matrix(tensors)
         if all(isinstance(t, QuantizedTensor) and t.stored_quantized for t in tensors):
             return torch.cat([t.dequantize() for t in tensors])  # somebody has put parts of several matrices together
-        if not torch.compiler.is_compiling() and not torch.jit.is_tracing() and _adjacent(tensors):
-            return _JoinAdjacent.apply(*tensors)
-        return torch.cat(tensors)
+        return torch.cat(tensors) if traced else _join(tensors)
 
     # ------------------------------------------------------------------------------------------------- delayed-scaling state
 
@@ -214,7 +218,8 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
             delayed = last.delayed
         else:
             delayed, last = recipe is not None and Quantization.of(recipe).delayed, None
-        scale, record = forward_scale(self._delayed_state(), compiling) if delayed else (None, False)
+        state: Any = self._modules["delayed"]  # past `__getattr__`, which is Python
+        scale, record = forward_scale(state, compiling) if delayed else (None, False)
         if last is None or last.key != (calibrating, record, key):
             chain = self._resolve(stages(), recipe, calibrating, record)
             if not compiling:
@@ -222,11 +227,8 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
         else:
             chain = last.chain
         if record:
-            self._delayed_state().mark_for_update(recipe, group)  # type: ignore[arg-type]
+            state.mark_for_update(recipe, group)
         return chain, scale
-
-    def _delayed_state(self) -> DelayedState:
-        return self._modules["delayed"]  # type: ignore[return-value]  # past `__getattr__`, which is Python
 
     def _context(self, compiling: bool) -> tuple[Recipe | None, bool, Any]:
         """(recipe, calibrating, group) of the `autocast` in force.
@@ -253,10 +255,9 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
                     quantized_stage(stage, quantization, gated)
                     for stage, gated in zip(stages, self._gated_stages, strict=True)
                 ]
-        described = tuple(stages)
-        return Chain(
-            described, record, calibrating and record, self.delayed.id, self.groups, direct(described, self.groups)
-        )
+        described, calibrate = tuple(stages), calibrating and record
+        straight = not (calibrate or torch.compiler.is_compiling()) and direct(described, self.groups)
+        return Chain(described, record, calibrate, self.delayed.id, self.groups, straight)
 
     def state(self, scale: Tensor | None) -> DelayedTensors | None:
         """What `run_chain` takes as its state."""
@@ -309,13 +310,14 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
             check_float(weight, self.describe("weight"))
         scheme = str(stage.weight) if stage.texts is None else stage.texts.weight
         amax = shared_weight_amax(stage, weight) if stage.strategy.shares_weight_amax and not stage.delayed else None
-        later = wanted and is_first_microbatch is None and bool(self.gathered_by_fsdp) and self.freed_after_forward(weight)
-        columnwise = wanted and not later and stage.weight.two_copies
-        q = Buffers(
-            *torch.ops.ottava.quantize(weight.detach(), scheme, weight_scale, amax, True, columnwise)
+        later = (
+            wanted and is_first_microbatch is None and bool(self.gathered_by_fsdp) and self.freed_after_forward(weight)
         )
+        columnwise = wanted and not later and stage.weight.two_copies
+        ops = torch.ops.ottava if stage.texts is None else plain_functions(weight)
+        q = Buffers(*ops.quantize(weight.detach(), scheme, weight_scale, amax, True, columnwise))
         if stage.delayed and chain.record:
-            torch.ops.ottava.record_amax_(self._delayed_state().fwd_amax_history, q.rowwise_amax, 3 * index + 1, 0)
+            ops.record_amax_(self.delayed.fwd_amax_history, q.rowwise_amax, 3 * index + 1, 0)
         if is_first_microbatch:
             self._weight_cache[index] = QuantizedTensor.from_buffers(
                 q, stage.weight, weight.shape, weight.dtype, True, columnwise
@@ -423,7 +425,8 @@ def _plain_rows(tensor: Any) -> Tensor:
 
 def _adjacent(tensors: list[Tensor]) -> bool:
     """Whether the tensors lie behind one another in one storage."""
-    tensors = [_plain_rows(tensor) for tensor in tensors]
+    if type(tensors[0]) is not nn.Parameter:
+        tensors = [_plain_rows(tensor) for tensor in tensors]
     first = tensors[0]
     if torch_private.is_fake(first):
         return False
@@ -454,3 +457,17 @@ class _JoinAdjacent(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
         return (None,) * len(ctx.rows) if grad is None else grad.split(ctx.rows)
+
+
+_BARE_JOIN = torch_private.bare_apply(_JoinAdjacent)
+
+
+def _is_plain(parameter: Any) -> bool:
+    return type(parameter) is nn.Parameter
+
+
+def _join(tensors: list[Any]) -> Tensor:
+    """The tensors one under the other; a view where they lie so."""
+    if not _adjacent(tensors):
+        return torch.cat(tensors)
+    return (_JoinAdjacent.apply if torch_private.transforms_active() else _BARE_JOIN)(*tensors)

@@ -542,7 +542,14 @@ def run_chain(
     keep = torch.is_grad_enabled() and (x.requires_grad or any(map(_trains, stages)))
     apply = _ChainFunction.apply if not chain.direct or torch_private.transforms_active() else _BARE_APPLY
     flat = stages[0] if len(stages) == 1 else pack(stages)
-    return apply(chain, accumulators, splits, keep, x, *flat, *(state or _NO_STATE))
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or torch.compiler.is_compiling():
+        return apply(chain, accumulators, splits, keep, x, *flat, *(state or _NO_STATE))
+    torch.set_autocast_enabled(device, False)  # x has its dtype by now, and each op would ask
+    try:
+        return apply(chain, accumulators, splits, keep, x, *flat, *(state or _NO_STATE))
+    finally:
+        torch.set_autocast_enabled(device, True)
 
 
 _NO_STATE = DelayedTensors()

@@ -1,8 +1,9 @@
 """The loops of `core` for the common case, written straight: what a call costs the host is Python, one function after the other.
 
-[Note: direct chains] A chain is direct if nothing happens around its products: one rank, one group of rows, quantized both ways, nothing
-recomputed or returned beside the output (`direct`). The ops are those of `core`, with the same arguments in the same order, and so are
-the tensors kept for backward: either loop can follow the other. `tests/nn/test_direct.py` compares their bits for every recipe.
+[Note: direct chains] A chain is direct if nothing happens around its products: one rank, one group of rows, quantized both ways or not
+at all, nothing recomputed or returned beside the output (`direct`). The ops are those of `core`, with the same arguments in the same
+order, and so are the tensors kept for backward: either loop can follow the other. `tests/nn/test_direct.py` compares their bits for
+every recipe.
 """
 
 from __future__ import annotations
@@ -11,14 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ottava.kernels.registry import plain_functions
 from ottava.nn.operand import Operand
 from ottava.nn.stage import Chain, DelayedTensors, Saved, Stage, StageTensors, grad_column, input_column
 from ottava.nn.strategy import ALONE
 from ottava.quant.weight import gradient_dtype
-
-ops = torch.ops.ottava
 
 WIDTH, KEPT, STATE = (len(kind._fields) for kind in (StageTensors, Saved, DelayedTensors))
 FIRST = 5  # arguments of the autograd Function before the stages' tensors; the last of these is the chain's input
@@ -26,11 +26,10 @@ GAMMA, BETA, WEIGHT, BIAS = (StageTensors._fields.index(name) for name in ("gamm
 
 
 def direct(stages: tuple[Stage, ...], groups: int) -> bool:
-    """See [Note: direct chains]. Not while a compiler traces, when stages have no `texts`."""
+    """See [Note: direct chains]; of a chain that neither calibrates nor is traced by a compiler."""
     return groups == 1 and all(
-        stage.texts is not None
-        and stage.strategy is ALONE
-        and stage.backward == "quantized"
+        stage.strategy is ALONE
+        and (stage.backward == "quantized" or stage.input is None)
         and not stage.recompute
         and not stage.return_norm
         for stage in stages
@@ -40,19 +39,26 @@ def direct(stages: tuple[Stage, ...], groups: int) -> bool:
 def forward(ctx: Any, chain: Chain, accumulators: Any, keep: bool, h: Tensor, flat: tuple[Any, ...]) -> Tensor:
     """See `core._ChainFunction.forward`."""
     fwd_scale, fwd_history, bwd_scale, bwd_history = flat[-STATE:]
+    ops = plain_functions(h)
     saved: list[Any] = []
     dtypes = []
     for number, stage in enumerate(chain.stages):
         gamma, beta, weight, bias, *copies = flat[WIDTH * number : WIDTH * (number + 1)]
         row, row_scale, row_amax = copies[:3]
-        scheme, weight_scheme, _, _ = stage.texts  # type: ignore[misc]
+        dtypes.append(gradient_dtype(weight))
+        if stage.texts is None:
+            h, kept = _unquantized(ops, stage, h, gamma, beta, weight, bias)
+            saved += kept
+            continue
+        scheme, weight_scheme, _, _ = stage.texts
         scale = mean = rstd = None
+        place = 0
         if stage.delayed:
-            first = input_column(number)
-            scale = fwd_scale[first : first + 1]
+            place = input_column(number)
+            scale = fwd_scale[place : place + 1]
         if stage.norm is not None:
             norm, amax = stage.norm, None
-            wants_amax = scale is None and stage.input.block is None  # type: ignore[union-attr]
+            wants_amax = scale is None and stage.input.per_tensor  # type: ignore[union-attr]
             mean, rstd, found = ops.norm_stats(h, gamma, beta, norm.kind, norm.eps, norm.zero_centered, wants_amax)
             amax = found if wants_amax else None
             made = ops.norm_quantize(h, gamma, beta, mean, rstd, norm.zero_centered, scheme, scale, amax, True, keep)
@@ -62,15 +68,15 @@ def forward(ctx: Any, chain: Chain, accumulators: Any, keep: bool, h: Tensor, fl
         else:
             made, amax, source = ops.quantize(h, scheme, scale, None, True, keep), None, None
         data, data_scale, transposed, transposed_scale, data_amax, transposed_amax = made
-        operand = (transposed, transposed_scale, transposed_amax) if keep else (None, None, amax)
-        kept = copies[:3] if copies[3] is None else copies[3:]  # backward transposes where there is one copy
-        saved += (source, gamma, beta, mean, rstd, *operand, *kept)
-        dtypes.append(gradient_dtype(weight))
+        operand: Any = (transposed, transposed_scale, transposed_amax) if keep else (None, None, amax)
+        held = copies[:3] if copies[3] is None else copies[3:]  # backward transposes where there is one copy
+        saved += (source, gamma, beta, mean, rstd, *operand, *held)
         if stage.delayed and chain.record:
-            ops.record_amax_(fwd_history, data_amax, input_column(number), 0)
+            ops.record_amax_(fwd_history, data_amax, place, 0)
         h = ops.scaled_mm(
             data, data_scale, data_amax, row, row_scale, row_amax, scheme, weight_scheme, bias, h.dtype, stage.split_fprop
         )  # fmt: skip
+        made = data = transposed = operand = source = None  # their memory is the next stage's
     ctx.save_for_backward(*saved, None)  # the last: see `core`
     # Live buffers, not saved ones: another backward may update them before this one runs.
     ctx.bwd_scale, ctx.bwd_history = bwd_scale, bwd_history
@@ -78,44 +84,60 @@ def forward(ctx: Any, chain: Chain, accumulators: Any, keep: bool, h: Tensor, fl
     return h
 
 
+def _unquantized(
+    ops: Any, stage: Stage, h: Tensor, gamma: Tensor | None, beta: Tensor | None, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """(the stage's output, what it keeps) in the activation dtype."""
+    mean = rstd = None
+    operand, source = h, None
+    if stage.norm is not None:
+        norm, source = stage.norm, h
+        mean, rstd, _ = ops.norm_stats(h, gamma, beta, norm.kind, norm.eps, norm.zero_centered, False)
+        operand = ops.norm_apply(h, gamma, beta, mean, rstd, norm.zero_centered, h.dtype)
+    elif stage.activation is not None:
+        operand, source = ops.activation(h, stage.activation), h
+    out = _multiplier(ops, "mm", weight)(operand, weight, bias, h.dtype, 1)
+    return out, (source, gamma, beta, mean, rstd, operand, None, None, weight, None, None)
+
+
+def _multiplier(ops: Any, name: str, weight: Tensor) -> Any:
+    """The product `name`. A weight that FSDP2 gathers may be a tensor of a kind of its own, which the dispatcher has to see."""
+    return getattr(ops if type(weight) is Tensor or type(weight) is nn.Parameter else torch.ops.ottava, name)
+
+
 def backward(ctx: Any, dy: Tensor, dgrad_operand: Callable[[Stage, Saved, torch.dtype], Operand]) -> tuple[Any, ...]:
     """See `core._ChainFunction.backward`. dgrad_operand: what gives the weight's side of dgrad."""
-    chain, needs, kept, dtype = ctx.chain, ctx.needs_input_grad, ctx.saved_tensors, dy.dtype
+    chain, needs, kept = ctx.chain, ctx.needs_input_grad, ctx.saved_tensors
+    ops = plain_functions(dy)
     found: list[Any] = [None] * (WIDTH * len(chain.stages))
-    value, quantized, column_sum = dy if dy.is_contiguous() else dy.contiguous(), None, None
-    dx = None
+    value: Any = dy if dy.is_contiguous() else dy.contiguous()
+    quantized: Any = None
+    column_sum = dx = None
     for number in range(len(chain.stages) - 1, -1, -1):
         stage, at = chain.stages[number], WIDTH * number
         saved = Saved._make(kept[KEPT * number : KEPT * (number + 1)])
-        scheme = stage.texts.grad
-        if quantized is None:
-            quantized = ops.quantize(value, scheme, _scale(ctx, number), None, True, True)
-        row, row_scale, column, column_scale, amax, column_amax = quantized
+        if quantized is None and stage.texts is not None:
+            quantized = ops.quantize(value, stage.texts.grad, _scale(ctx, number), None, True, True)
         if stage.delayed:
-            ops.record_amax_(ctx.bwd_history, amax, grad_column(number), chain.owner)
+            ops.record_amax_(ctx.bwd_history, quantized[4], grad_column(number), chain.owner)
         wanted = needs[FIRST + at : FIRST + at + WIDTH]
         if wanted[BIAS]:
             found[at + BIAS] = ops.column_sum(value) if column_sum is None else column_sum
         dx = None
         if number > 0 or needs[FIRST - 1] or wanted[GAMMA] or wanted[BETA]:
-            weight = dgrad_operand(stage, saved, dtype)
-            dx = ops.scaled_mm(
-                row, row_scale, amax, weight.data, weight.scale_inv, weight.amax, scheme, stage.texts.weight, None, dtype,
-                stage.split_dgrad, stage.output_parts,
-            )  # fmt: skip
+            dx = _dgrad(ops, stage, value, quantized, dgrad_operand(stage, saved, dy.dtype), dy.dtype)
         if wanted[WEIGHT]:
             add = None if ctx.accumulators is None else ctx.accumulators[number]
-            dweight = ops.scaled_mm(
-                column, column_scale, column_amax, saved.data, saved.scale_inv, saved.amax, scheme, stage.texts.input, None,
-                ctx.weight_dtypes[number] if add is None else torch.float32, stage.split_wgrad,
-            )  # fmt: skip
+            dweight = _wgrad(
+                ops, stage, value, quantized, saved, ctx.weight_dtypes[number] if add is None else torch.float32
+            )
             found[at + WEIGHT] = dweight if add is None else add(dweight)
         if dx is None:
             break
         value, quantized, column_sum = dx, None, None
         if stage.norm is not None:
-            value = dx = _through_norm(stage, saved, dx, found, at)
-        elif stage.activation is not None and number == 0:
+            value = dx = _through_norm(ops, stage, saved, dx, found, at)
+        elif stage.activation is not None and (number == 0 or stage.texts is None):
             value = dx = ops.activation_backward(dx, saved.h, stage.activation)
         elif stage.activation is not None:
             before, needs_bias = chain.stages[number - 1], bool(needs[FIRST + at - WIDTH + BIAS])
@@ -123,8 +145,30 @@ def backward(ctx: Any, dy: Tensor, dgrad_operand: Callable[[Stage, Saved, torch.
             *quantized, sums = ops.activation_backward_quantize(
                 dx, saved.h, stage.activation, before.texts.fused_grad, scale, None, True, True, needs_bias
             )
-            column_sum = sums if needs_bias else None
+            value, column_sum = None, sums if needs_bias else None
     return *(None,) * (FIRST - 1), dx, *found, *(None,) * STATE
+
+
+def _dgrad(ops: Any, stage: Stage, dy: Any, quantized: Any, weight: Operand, dtype: torch.dtype) -> Tensor:
+    """The gradient of the stage's operand [M, K]. dy: that of its output, `quantized` if the stage is."""
+    if stage.texts is None:
+        return _multiplier(ops, "mm", weight.data)(dy, weight.data, None, dtype, stage.output_parts)
+    row, row_scale, _, _, amax, _ = quantized
+    return _multiplier(ops, "scaled_mm", weight.data)(
+        row, row_scale, amax, weight.data, weight.scale_inv, weight.amax, stage.texts.grad, stage.texts.weight, None, dtype,
+        stage.split_dgrad, stage.output_parts,
+    )  # fmt: skip
+
+
+def _wgrad(ops: Any, stage: Stage, dy: Any, quantized: Any, saved: Saved, dtype: torch.dtype) -> Tensor:
+    """The gradient of the stage's weight [N, K]."""
+    if stage.texts is None:
+        return ops.mm(dy.t(), saved.data.t(), None, dtype, 1)  # type: ignore[union-attr]
+    _, _, column, column_scale, _, column_amax = quantized
+    return ops.scaled_mm(
+        column, column_scale, column_amax, saved.data, saved.scale_inv, saved.amax, stage.texts.grad, stage.texts.input, None,
+        dtype, stage.split_wgrad,
+    )  # fmt: skip
 
 
 def _scale(ctx: Any, number: int) -> Tensor | None:
@@ -135,7 +179,7 @@ def _scale(ctx: Any, number: int) -> Tensor | None:
     return ctx.bwd_scale[first : first + 1]
 
 
-def _through_norm(stage: Stage, saved: Saved, dgrad: Tensor, found: list[Any], at: int) -> Tensor:
+def _through_norm(ops: Any, stage: Stage, saved: Saved, dgrad: Tensor, found: list[Any], at: int) -> Tensor:
     """The gradient of the norm's input; those of its gain and bias go into `found`, whose part for the stage begins at `at`."""
     assert stage.norm is not None
     beta = saved.beta is not None

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -165,10 +166,10 @@ def elementwise(function: InitMethod) -> InitMethod:
 
 
 def as_method(init_method: Any) -> Any:
-    """What a module's `init_method` argument means: None is the default, a marked function or one of torch's elementwise ones
-    (also in a `functools.partial`) is `Elementwise`, any other function is `Whole`.
+    """What a module's `init_method` argument means: None is the default, torch's `normal_` and `uniform_` are `Normal` and `Uniform`, a
+    marked function or another of torch's elementwise ones (also in a `functools.partial`) is `Elementwise`, any other function is `Whole`.
 
-    >>> as_method(functools.partial(torch.nn.init.normal_, std=0.02)).__class__.__name__
+    >>> as_method(functools.partial(torch.nn.init.trunc_normal_, std=0.02)).__class__.__name__
     'Elementwise'
     """
     if init_method is None:
@@ -179,6 +180,9 @@ def as_method(init_method: Any) -> Any:
         raise ValueError(
             f"An init method must be a function of a tensor, or Normal, Uniform, Constant, ...; got {init_method!r}."
         )
+    known = _as_known(init_method)
+    if known is not None:
+        return known
     inner = init_method
     while isinstance(inner, functools.partial):
         if getattr(inner, _ELEMENTWISE, False):
@@ -187,6 +191,18 @@ def as_method(init_method: Any) -> Any:
     if getattr(inner, _ELEMENTWISE, False) or inner in _TORCH_ELEMENTWISE:
         return Elementwise(init_method)
     return Whole(init_method)
+
+
+def _as_known(init_method: Any) -> Normal | Uniform | None:
+    """torch's `normal_` and `uniform_`, also in a partial with names: the same numbers, without torch's one default stream."""
+    function, given = init_method, {}
+    if isinstance(init_method, functools.partial) and not init_method.args:
+        function, given = init_method.func, init_method.keywords
+    if function is nn.init.normal_ and given.keys() <= {"mean", "std"}:
+        return Normal(given.get("mean", 0.0), given.get("std", 1.0))
+    if function is nn.init.uniform_ and given.keys() <= {"a", "b"}:
+        return Uniform(given.get("a", 0.0), given.get("b", 1.0))
+    return None
 
 
 # ----------------------------------------------------------------------------------------------------------------- drawing
@@ -246,12 +262,24 @@ def _draw_into(out: Tensor, name: str, shape: tuple[int, ...], method: Any, seed
     if isinstance(method, Whole):
         out.copy_(_whole(name, shape, method, seed)[(slice(top, bottom), *tail)])
         return
-    for slab in range(top // SLAB_ROWS, -(-bottom // SLAB_ROWS)):
+
+    def fill(slab: int) -> None:
         first = slab * SLAB_ROWS
         values = torch.empty((min(SLAB_ROWS, shape[0] - first), *shape[1:]), dtype=torch.float32, device="cpu")
         method.fill_(values, _generator(name, slab, seed))
         a, z = max(top, first), min(bottom, first + SLAB_ROWS)
         out[a - top : z - top].copy_(values[(slice(a - first, z - first), *tail)])
+
+    slabs = range(top // SLAB_ROWS, -(-bottom // SLAB_ROWS))
+    threads = (
+        torch.get_num_threads() if isinstance(method, Normal | Uniform) else 1
+    )  # others use torch's one default stream
+    if threads == 1 or len(slabs) == 1:
+        for slab in slabs:
+            fill(slab)
+        return
+    with ThreadPoolExecutor(threads) as pool:  # torch draws a slab with one thread
+        list(pool.map(fill, slabs))
 
 
 def _whole(name: str, shape: tuple[int, ...], method: Any, seed: int) -> Tensor:

@@ -143,11 +143,17 @@ class ParallelModule(nn.Module):
 
     def input_parameter(self, name: str, index: int = 0) -> Tensor | None:
         """`parameter` that acts on the input of stage `index`, as a norm's does."""
+        plain = self._parameters.get(name)
+        if type(plain) is nn.Parameter and self._strategies[index] is ALONE:
+            return plain
         value = self.parameter(name)
         return None if value is None else self.strategy(index).input_parameter(value)
 
     def output_parameter(self, name: str, index: int = 0) -> Tensor | None:
         """`parameter` that acts on the output of stage `index`, as a bias does."""
+        plain = self._parameters.get(name)
+        if type(plain) is nn.Parameter and self._strategies[index] is ALONE:
+            return plain
         value = self.parameter(name)
         return None if value is None else self.strategy(index).output_parameter(value)
 

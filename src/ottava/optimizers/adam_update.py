@@ -7,7 +7,7 @@ parameters that are not contiguous: then it is torch's fused Adam, and one multi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ class Settings:
 
 @dataclass
 class Update:
-    """One parameter's step. All tensors are local and on one device."""
+    """One parameter's step. All tensors are local and on one device. The same object serves step after step, with another `grad`."""
 
     param: Tensor
     grad: Tensor
@@ -48,12 +48,15 @@ class Update:
     """Of the parameter, counted over all groups."""
     place: Place = WHOLE
     """Where the local elements lie in the whole parameter; for stochastic rounding."""
+    row: list[int] = field(default_factory=list)
+    """Of the kernel's table, once made; the gradient's address is always new."""
+    kinds: dict[tuple[torch.dtype, bool], Any] = field(default_factory=dict)
+    """By dtype and alignment of the gradient, once asked for."""
 
     @property
     def working(self) -> Tensor:
         """The memory of the parameter: of a weight with an FP8 copy its master."""
-        master = self.param.master if isinstance(self.param, Weight) else None
-        return self.param if master is None else master
+        return _memory_of(self.param)
 
     @property
     def in_place(self) -> bool:
@@ -74,6 +77,11 @@ class Update:
         copies += [f.name != "float32" for f in self.formats]
         return sum(copies) * self.param.numel()
 
+    def addresses(self, local: Tensor) -> tuple[int, ...]:
+        """Of `local`, the parameter, and of the state. Where they are others than they were, this object is of no use any more."""
+        held = () if has_bytes_only(local) else (_memory_of(local),)
+        return tuple(t.data_ptr() for t in (*held, *self.state.values()))
+
     def random(self, settings: Settings, stream: int) -> Tensor | None:
         """Bits for each element; None: round to the nearest. Only after the step was counted."""
         if not settings.rounds:
@@ -82,10 +90,17 @@ class Update:
         return random_bits(self.place.index(self.param.shape, self.param.device), key, stream)
 
 
+def _memory_of(param: Tensor) -> Tensor:
+    master = param.master if isinstance(param, Weight) else None
+    return param if master is None else master
+
+
 def apply_updates(
     updates: list[Update], group: dict[str, Any], settings: Settings, grad_scale: Tensor | None = None
 ) -> None:
     """Steps the parameters of one device by the options of `group`. grad_scale: one number, times which gradients are taken."""
+    if grad_scale is not None and bool(grad_scale.isnan()):
+        return
     for batch in _batches(updates):
         work = _working_values(batch)
         grads = _as_float32([u.grad for u in batch])

@@ -27,6 +27,7 @@ from ottava.optimizers.moments import MomentFormat
 from ottava.quant.quantizer import FLOAT_DTYPES
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+NO_GRADIENT = torch.empty(0)
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,22 @@ class Options:
     store_param_remainders: bool
     stochastic_rounding: bool = False
     seed: int = 0
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An update, and what it was made from."""
+
+    update: Update
+    local: Tensor
+    values: tuple[Tensor, ...]
+    addresses: tuple[int, ...]
+
+    def valid(self, local: Tensor, values: dict[str, Tensor], number: int) -> bool:
+        """Whether parameter and state are the same objects at the same places."""
+        same = local is self.local and number == self.update.number and len(values) == len(self.values)
+        same = same and all(a is b for a, b in zip(values.values(), self.values, strict=True))
+        return same and self.update.addresses(local) == self.addresses
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -111,8 +128,7 @@ class FusedAdam(torch.optim.Optimizer):
             seed,
         )
         self.set_grad_none = set_grad_none
-        self._fused: dict[torch.device, FusedStep] = {}
-        self._places: dict[Tensor, Place] = {}
+        self._forget_prepared()
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -125,12 +141,17 @@ class FusedAdam(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
 
+    def _forget_prepared(self) -> None:
+        """What steps keep for the next one; it is made again when needed."""
+        self._fused: dict[torch.device, FusedStep] = {}
+        self._prepared: dict[Tensor, Prepared] = {}
+
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"options": self.options, "set_grad_none": self.set_grad_none}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._fused, self._places = {}, {}
+        self._forget_prepared()
         # torch gives every optimizer that loads a state an option of its own, with which checkpoints of other runs would differ.
         for options in (self.defaults, *self.param_groups):
             options.pop("differentiable", None)
@@ -230,7 +251,8 @@ class FusedAdam(torch.optim.Optimizer):
         """One step of every parameter that has a gradient; returns the loss of `closure`, which computes the gradients anew.
 
         grad_scale: a tensor of one number, times which gradients are taken; they stay as they are. With the factor of
-        `ottava.distributed.grad_norm_and_scale` gradients are clipped without a pass over them.
+        `ottava.distributed.grad_norm_and_scale` gradients are clipped without a pass over them. NaN: nothing is changed, not even the
+        counts. A GPU decides that itself, and the host need not wait to know whether gradients are finite.
         """
         if grad_scaler is not None:
             raise ValueError(
@@ -244,6 +266,8 @@ class FusedAdam(torch.optim.Optimizer):
             raise ValueError(f"FusedAdam: grad_scale must be one number, got shape {tuple(grad_scale.shape)}.")
         done = self._apply(self._updates(), grad_scale)
         requantize(done)
+        for update in done:
+            update.grad = NO_GRADIENT  # updates are kept, gradients are not
         return loss
 
     def _updates(self) -> list[tuple[dict[str, Any], dict[torch.device, list[Update]]]]:
@@ -255,8 +279,8 @@ class FusedAdam(torch.optim.Optimizer):
                 grad = self._gradient(param)
                 if grad is None:
                     continue
-                self._ensure_state(param, group)
-                update = self._update(param, grad, group, number)
+                update = self._update(param, group, number)
+                update.grad = local_of(grad)
                 updates.setdefault(update.param.device, []).append(update)
             number += 1
             found.append((group, updates))
@@ -273,7 +297,7 @@ class FusedAdam(torch.optim.Optimizer):
                 together = [u for u in updates if runs_fused(u)]
                 if together:
                     fused.setdefault(device, []).append((group, together))
-                rest = [u for u in updates if not runs_fused(u)] if len(together) < len(updates) else []
+                rest = [] if len(together) == len(updates) else [u for u in updates if not runs_fused(u)]
                 if rest:
                     apply_updates(rest, group, settings, _scale_on(device, grad_scale))
                 done += updates
@@ -282,13 +306,19 @@ class FusedAdam(torch.optim.Optimizer):
             launch(groups, settings, _scale_on(device, grad_scale))
         return done
 
-    def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any], number: int) -> Update:
-        state = {name: local_of(tensor) for name, tensor in self.state[param].items()}
-        formats = tuple(_format(param, group, name) for name in MOMENTS)
-        place = WHOLE
-        if self.options.stochastic_rounding:
-            place = self._places.get(param) or self._places.setdefault(param, Place.of(param))
-        return Update(local_of(param).detach(), local_of(grad), state, formats, number, place)  # type: ignore[arg-type]
+    def _update(self, param: Tensor, group: dict[str, Any], number: int) -> Update:
+        """What is to be done with `param`, without its gradient: that of the step before, if all memory is where it was."""
+        local, kept = local_of(param), self._prepared.get(param)
+        values = self.state[param]
+        if kept is not None and kept.valid(local, values, number):
+            return kept.update
+        self._ensure_state(param, group)
+        state = {name: local_of(tensor) for name, tensor in values.items()}
+        first, second = (_format(param, group, name) for name in MOMENTS)
+        place = Place.of(param) if self.options.stochastic_rounding else WHOLE
+        update = Update(local.detach(), NO_GRADIENT, state, (first, second), number, place)
+        self._prepared[param] = Prepared(update, local, tuple(values.values()), update.addresses(local))
+        return update
 
     # ------------------------------------------------------------------------------------------------------------- state
 

@@ -20,6 +20,7 @@ from ottava.kernels.random_bits import GOLDEN, MASK
 from ottava.kernels.registry import has_triton
 from ottava.kernels.upload import Upload
 from ottava.optimizers.masters import has_bytes_only
+from ottava.quant.weight import Weight
 
 if TYPE_CHECKING:
     from ottava.kernels.adam_triton import Kind
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 def runs_fused(update: Update) -> bool:
     """Whether the kernel can take a parameter; otherwise it is `adam_update`'s, in torch ops."""
-    if update.grad.device.type != "cuda" or not has_triton() or torch_private.is_fake(update.grad):
+    if not torch_private.is_fake(update.grad) and (update.grad.device.type != "cuda" or not has_triton()):
         return False
     contiguous = has_bytes_only(update.param) or update.working.is_contiguous()
     return contiguous and not any(form.of_whole_tensor for form in update.formats)
@@ -50,10 +51,10 @@ class FusedStep:
         self, work: list[tuple[dict[str, Any], list[Update]]], settings: Settings, grad_scale: Tensor | None
     ) -> None:
         """One step of all groups' updates, which are on one device."""
+        if torch_private.is_fake(work[0][1][0].grad):
+            return  # an estimate of memory, of which the kernel needs none
         from ottava.kernels import adam_triton
 
-        for update in (u for _, updates in work for u in updates):
-            update.grad = update.grad.contiguous()
         launches = [
             (group, kind, found) for group, updates in work for kind, found in _kinds(updates, settings.rounds).items()
         ]
@@ -61,25 +62,25 @@ class FusedStep:
         counts: list[int] = []
         rows: list[int] = []
         for group, _, found in launches:
+            shared = _of_group(group)
             for update in found:
-                counts += _count_row(update, group, settings)
+                counts += update.state["step"].data_ptr(), *shared, (settings.seed + GOLDEN * update.number) & MASK
                 rows += _row(update)
         numbers = self._table(counts + rows, device)
         total = len(counts) // adam_triton.COUNT_WIDTH.value
         coefficients = torch.empty(total, 4, dtype=torch.float32, device=device)
         with torch.cuda.device(device):
-            adam_triton.count(numbers[: len(counts)].view(total, -1), coefficients)
+            adam_triton.count(numbers[: len(counts)].view(total, -1), coefficients, grad_scale)
             table, first = numbers[len(counts) :].view(total, -1), 0
             for group, kind, found in launches:
                 part = slice(first, first + len(found))
                 first += len(found)
-                chunks = self._chunks_of(tuple(_blocks(u) for u in found), device)
+                chunks = self._chunks_of(tuple(u.row[8] for u in found), device)
                 if chunks.shape[0]:
                     adam_triton.step(
                         kind, table[part], chunks, coefficients[part], grad_scale, group, settings.adam_w_mode, settings.rounds
                     )  # fmt: skip
-        # The kernel writes behind torch's back: whoever compares versions (FP8 copies of weights, autograd) has to see it.
-        torch.autograd.graph.increment_version(list(_written(u for _, _, found in launches for u in found)))
+        mark_written(u for _, _, found in launches for u in found)
 
     def _chunks_of(self, blocks: tuple[int, ...], device: torch.device) -> Tensor:
         """int32 [c, 2]: (tensor, number of a chunk in it)."""
@@ -94,7 +95,11 @@ class FusedStep:
 def _kinds(updates: list[Update], rounds: bool) -> dict[Kind, list[Update]]:
     found: dict[Kind, list[Update]] = {}
     for update in updates:
-        found.setdefault(_kind(update, rounds), []).append(update)
+        if not update.grad.is_contiguous():
+            update.grad = update.grad.contiguous()
+        key = (update.grad.dtype, update.grad.data_ptr() % 16 == 0)
+        kind = update.kinds.get(key) or update.kinds.setdefault(key, _kind(update, rounds))
+        found.setdefault(kind, []).append(update)
     return found
 
 
@@ -140,26 +145,28 @@ def _addresses(update: Update) -> list[int]:
 
 
 def _row(update: Update) -> list[int]:
+    if update.row:
+        update.row[1] = update.grad.data_ptr()
+        return update.row
     scales = [update.state.get(f"{name}_scale_inv") for name in ("exp_avg", "exp_avg_sq")]
     place, param = update.place, update.param
     columns = param.shape[-1] if param.dim() else 1
-    return [
+    update.row = [
         param.numel(), *_addresses(update), *(0 if scale is None else scale.data_ptr() for scale in scales),
         _blocks(update), columns, place.base, place.stride,
     ]  # fmt: skip
+    return update.row
 
 
-def _count_row(update: Update, group: dict[str, Any], settings: Settings) -> list[int]:
+def _of_group(group: dict[str, Any]) -> list[int]:
+    """What the counting kernel needs of a group: where lr is, or lr itself; betas, decay, whether to correct."""
     lr, at = group["lr"], 0
     if isinstance(lr, Tensor) and lr.device.type == "cuda":
         if lr.dtype != torch.float32:
             raise ValueError(f"FusedAdam: lr as a tensor on a GPU must be float32, got {lr.dtype}: use lr.float().")
         at, lr = lr.data_ptr(), 0.0
-    beta1, beta2 = group["betas"]
-    key = (settings.seed + GOLDEN * update.number) & MASK
-    decay = group["weight_decay"]
-    numbers = [_bits(float(x)) for x in (lr, beta1, beta2, decay)]
-    return [update.state["step"].data_ptr(), at, *numbers, int(group["bias_correction"]), key]
+    numbers = [_bits(float(x)) for x in (lr, *group["betas"], group["weight_decay"])]
+    return [at, *numbers, int(group["bias_correction"])]
 
 
 def _bits(number: float) -> int:
@@ -167,8 +174,13 @@ def _bits(number: float) -> int:
     return struct.unpack("<q", struct.pack("<d", number))[0]
 
 
-def _written(updates: Iterable[Update]) -> Iterable[Tensor]:
+def mark_written(updates: Iterable[Update]) -> None:
+    """The kernel writes behind torch's back: autograd has to see it, and whoever keeps FP8 copies of weights that were just changed."""
+    tensors: list[Tensor] = []
     for update in updates:
-        yield from update.state.values()
+        tensors += update.state.values()
         if not has_bytes_only(update.param):
-            yield update.working
+            tensors.append(update.working)
+        if isinstance(update.param, Weight):
+            update.param.memory.made_from = {}  # an alias of a weight has a version of its own; its memory is shared
+    torch.autograd.graph.increment_version(tensors)

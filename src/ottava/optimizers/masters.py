@@ -18,8 +18,10 @@ from ottava.quant.weight import Weight
 
 def local_of(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, or the tensor itself. All arithmetic of the optimizer is elementwise on these."""
-    to_local = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
+    if not hasattr(tensor, "to_local"):
+        return tensor
+    local = torch_private.local_tensor(tensor)  # the same object every time, and quick
+    return tensor.to_local() if hasattr(local, "trigger_wait") else local  # a collective may be under way
 
 
 def has_bytes_only(local: Any) -> bool:

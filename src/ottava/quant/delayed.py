@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from ottava import torch_private
 from ottava.notices import leads, warn_once
 from ottava.quant.scaling import delayed_scale, delayed_update, roll_history
-from ottava.quant.state import CURRENT
+from ottava.quant.state import CURRENT, autocast
 from ottava.recipe import DelayedScaling
 
 HISTORY_ROWS = 1024  # DelayedScaling's default window; a shorter window uses the first rows
@@ -42,6 +44,20 @@ class Groups(tuple):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Groups, ()
+
+
+class RecordedUpdate(NamedTuple):
+    """The update of several states as one launch (`ottava.graphs`), good while they have these recipes."""
+
+    states: list[DelayedState]
+    recipes: list[DelayedScaling | None]
+    replay: Callable[[], Any]
+
+    def serves(self, states: list[DelayedState]) -> bool:
+        """Whether these are the states, with the recipes that were recorded."""
+        return len(states) == len(self.states) and all(
+            a is b and a.recipe is recipe for a, b, recipe in zip(states, self.states, self.recipes)
+        )
 
 
 class ScalingView:
@@ -92,15 +108,18 @@ class DelayedState(nn.Module):
         """What the last `autocast` was given as amax_reduction_group."""
         self.data_groups: tuple[Any, ...] = ()
         """All ranks that run the module, as what wrapped the model knows them: amax is reduced over these, one after the other."""
+        self.recorded_updates: dict[bool, RecordedUpdate] = {}
+        """Of forward (True) and backward, where this state is the first of several that are updated by one launch."""
         self.id = _next_id()
         _BY_ID[self.id] = self
 
     def __getstate__(self) -> dict[str, Any]:
         # Process groups are handles of this process. The next forward sets `group` again; who copies a model wraps it anew.
-        return {**self.__dict__, "group": None, "data_groups": (), "recorded": False}
+        return {**self.__dict__, "group": None, "data_groups": (), "recorded": False, "recorded_updates": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.recorded_updates = {}
         self.id = _next_id()  # a copy is another state
         _BY_ID[self.id] = self
 
@@ -168,7 +187,7 @@ class DelayedState(nn.Module):
         if self.recipe is not None and self.recipe.amax_history_len < window:
             self.fwd_amax_history[self.recipe.amax_history_len : window].zero_()
             self.bwd_amax_history[self.recipe.amax_history_len : window].zero_()
-        rows = self.fwd_amax_history.shape[0]
+        rows = self._buffers["fwd_amax_history"].shape[0]  # type: ignore[union-attr]
         if window <= rows:
             return
         if torch.compiler.is_compiling():
@@ -220,12 +239,48 @@ def schedule_backward_update(owner: int) -> None:
     state = _BY_ID.get(owner)
     if state is None:
         return
+    if _COLLECTED:
+        _COLLECTED[-1].append(state)
+        return
     task = torch_private.backward_id()
     if task == -1:  # called outside of a backward pass, as by a test of the op alone
         return
     if task not in _PENDING:
         torch_private.at_end_of_backward(lambda: _update(_unique(_PENDING.pop(task, [])), forward=False))
     _PENDING[task].append(state)
+
+
+_COLLECTED: list[list[DelayedState]] = []  # not of a thread: CUDA's backward passes run in threads of autograd
+
+
+@contextmanager
+def collecting_forward() -> Iterator[list[DelayedState]]:
+    """Forwards in here record, and leave their states in the list instead of to the `autocast` around: `replayed_forward` takes it."""
+    outside, CURRENT.touched = CURRENT.touched, []
+    try:
+        yield CURRENT.touched
+    finally:
+        CURRENT.touched = outside
+
+
+@contextmanager
+def collecting_backward() -> Iterator[list[DelayedState]]:
+    """The same for backward passes: `schedule_backward_update` takes the ids of the states."""
+    _COLLECTED.append([])
+    try:
+        yield _COLLECTED[-1]
+    finally:
+        _COLLECTED.pop()
+
+
+def replayed_forward(states: list[DelayedState]) -> None:
+    """A replay has raised row 0 of these states: they are updated as after a forward, once, when the outermost `autocast` exits."""
+    if not states:
+        return
+    with autocast(recipe=states[0].recipe, amax_reduction_group=states[0].group):
+        for state in states:
+            assert state.recipe is not None
+            state.mark_for_update(state.recipe, state.group)
 
 
 def _unique(states: list[DelayedState]) -> list[DelayedState]:
@@ -235,8 +290,31 @@ def _unique(states: list[DelayedState]) -> list[DelayedState]:
 def _update(states: list[DelayedState], forward: bool) -> None:
     with torch.no_grad():
         _reduce_amax([s for s in states if s.recipe is not None and s.recipe.reduce_amax], forward)
+        at = 0
+        while at < len(states):
+            recorded = states[at].recorded_updates.get(forward)
+            if recorded is not None and recorded.serves(states[at : at + len(recorded.states)]):
+                recorded.replay()
+                at += len(recorded.states)
+            else:
+                _step(states[at], forward)
+                at += 1
+
+
+def updates_without_the_host(states: list[DelayedState]) -> bool:
+    """Whether the update of these states can be recorded: a user's own functions may do anything."""
+    recipes = [state.recipe for state in states]
+    return bool(states) and not any(
+        r is None or callable(r.amax_compute_algo) or r.scaling_factor_compute_algo is not None for r in recipes
+    )
+
+
+def step_states(states: list[DelayedState], forward: bool) -> tuple[()]:
+    """What is recorded of an update: the next scales, from what was recorded and reduced over ranks."""
+    with torch.no_grad():
         for state in states:
             _step(state, forward)
+    return ()
 
 
 def _reduce_amax(states: list[DelayedState], forward: bool) -> None:
@@ -245,7 +323,9 @@ def _reduce_amax(states: list[DelayedState], forward: bool) -> None:
         return
     by_groups: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
     for state in states:
-        by_groups[_groups_of(state)].append((state.fwd_amax_history if forward else state.bwd_amax_history)[0])
+        groups = tuple(group for group in _groups_of(state) if torch.distributed.get_world_size(group) > 1)
+        if groups:
+            by_groups[groups].append((state.fwd_amax_history if forward else state.bwd_amax_history)[0])
     for groups, rows in by_groups.items():
         flat = torch.cat(rows)
         for group in groups:  # a MAX over rows and then over columns of a mesh is the MAX over the mesh

@@ -42,10 +42,11 @@ from ottava.quant.weight_memory import (
     WeightMemory,
     in_gemm_layout,
     joined_scale_inv,
+    written_over,
 )
 from ottava.quant.weight_renew import renew
 
-__all__ = ["State", "Weight", "as_one_matrix", "join_parts", "link_parts", "one_matrix", "upright"]
+__all__ = ["State", "Weight", "as_one_matrix", "join_parts", "link_parts", "one_matrix", "tensors_of", "upright"]
 
 aten = torch.ops.aten
 
@@ -187,6 +188,18 @@ class Weight(QuantizedTensor):
             )
         transposed = name.startswith(COLUMNWISE) and not self.scheme.two_copies and self.memory.group.needs_columnwise
         return _transposed_part(self, name) if transposed else self._parts.get(name)
+
+    def operand(self, direction: str) -> tuple[Tensor, Tensor, Tensor]:
+        """(data, scale_inv, amax) of one direction. Asked in every forward: where the rowwise copy is there, it is asked for once."""
+        parts = (
+            self._parts
+            if direction == ROWWISE and (self._gather is None or self._gather.direction != COLUMNWISE)
+            else {}
+        )
+        if "rowwise_data" not in parts:
+            return super().operand(direction)
+        data, amax = parts["rowwise_data"], parts.get("rowwise_amax")
+        return data, parts["rowwise_scale_inv"], data.new_empty(0, dtype=torch.float32) if amax is None else amax
 
     def _values(self, dtype: torch.dtype | None = None) -> Tensor:
         if self.master is not None:
@@ -393,6 +406,8 @@ def _quantize_whole(memory: WeightMemory, values: Tensor) -> None:
     buffers = torch.ops.ottava.quantize(values, str(memory.scheme), None, None, True, columnwise)
     q = QuantizedTensor.from_buffers(buffers, memory.scheme, values.shape, values.dtype, True, columnwise)
     parts = {name: tensor for name, tensor in q._parts.items() if tensor.numel() or name.endswith("_data")}
+    if memory.group.operands is not None:
+        parts = _in_place_of(memory.group.operands[1], parts)
     _take_buffers(memory, parts)
     memory.group.operands = (_versions(memory.group), parts)
 
@@ -429,10 +444,16 @@ def upright(columnwise: Tensor, scheme: Scheme) -> Tensor:
     return columnwise.t() if scheme.elements_per_byte == 1 else torch.ops.ottava.transpose(columnwise, str(scheme))
 
 
-def _versions(group: ScaleGroup) -> tuple:
-    """Changes when bytes or scales do, also where somebody (DCP) writes into them."""
-    tensors = [t for part in group.parts for t in part.tensors()]
-    return tuple((id(t), 0 if t.is_inference() else t._version) for t in tensors)
+def _versions(group: ScaleGroup) -> list[int]:
+    """Changes when bytes or scales do, also where somebody (DCP) writes into them. Asked in every forward."""
+    found: list[int] = []
+    for part in group.parts:
+        for tensors in (part.data, part._scales, group.grids):
+            for t in tensors.values():
+                found += (id(t), 0 if t.is_inference() else t._version)
+    for t in (group.amax, group.scale_inv):
+        found += (id(t), 0 if t.is_inference() else t._version)
+    return found
 
 
 def _whole_parts(memory: WeightMemory) -> dict[str, Tensor]:
@@ -454,9 +475,12 @@ def _whole_parts(memory: WeightMemory) -> dict[str, Tensor]:
 
 
 def operands(group: ScaleGroup) -> dict[str, Tensor]:
-    """Both directions of the units of all parts as one matrix, as a GEMM takes them; kept until bytes or scales change."""
+    """Both directions of the units of all parts as one matrix, as a GEMM takes them; made again, in the same memory, when bytes or
+    scales change."""
     if group.operands is None or group.operands[0] != _versions(group):
-        made = _make_operands(group)
+        made = (
+            _make_operands(group) if group.operands is None else _in_place_of(group.operands[1], _make_operands(group))
+        )
         first = 0
         for part in group.parts:  # one memory for the parts and the whole
             rows = part.place.unit[0]
@@ -474,6 +498,12 @@ def _make_operands(group: ScaleGroup) -> dict[str, Tensor]:
 
     def joined(direction: str) -> Tensor:
         data = [part.data[direction] for part in parts]
+        if (
+            direction == ROWWISE
+            and group.operands is not None
+            and _are_rows_of(group.operands[1]["rowwise_data"], data)
+        ):
+            return group.operands[1]["rowwise_data"]
         return data[0] if len(data) == 1 else torch.cat(data)
 
     made = {"rowwise_data": joined(ROWWISE).contiguous()}
@@ -481,6 +511,30 @@ def _make_operands(group: ScaleGroup) -> dict[str, Tensor]:
     if group.keeps_columnwise:
         made["columnwise_data"] = torch.ops.ottava.transpose(joined(COLUMNWISE), str(scheme))
     return made
+
+
+def _are_rows_of(whole: Tensor, parts: Sequence[Tensor]) -> bool:
+    """Whether parts are all the rows of `whole`, in order and in its memory."""
+    if torch_private.is_fake(whole) or whole.is_meta or sum(part.shape[0] for part in parts) != whole.shape[0]:
+        return False
+    address = whole.data_ptr()
+    for part in parts:
+        if part.data_ptr() != address or part.stride() != whole.stride() or part.device != whole.device:
+            return False
+        address += part.shape[0] * whole.stride(0) * whole.element_size()
+    return True
+
+
+def _in_place_of(old: dict[str, Tensor], new: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`new` in the memory of `old`, where a CUDA graph may read it."""
+    return dict(zip(new, written_over([old.get(name) for name in new], list(new.values())), strict=True))
+
+
+def tensors_of(weight: Weight) -> list[Tensor]:
+    """What a forward of this weight reads: the values that it has in high precision, and what a GEMM takes, made if it is not there."""
+    held = [] if weight.master is None else [weight.master]
+    whole = weight.state is State.WHOLE and weight.memory.quantized and bool(weight.memory.data)
+    return held + (list(operands(weight.memory.group).values()) if whole else [])
 
 
 def _joined_scales(group: ScaleGroup, directions: Sequence[str]) -> dict[str, Tensor]:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ottava import torch_private
 from ottava.quant.delayed import DelayedState
 from ottava.quant.scheme import Scheme
 
@@ -183,6 +184,32 @@ def count_blocks(blocks: tuple[slice, slice]) -> tuple[int, int]:
     return blocks[0].stop - blocks[0].start, blocks[1].stop - blocks[1].start
 
 
+def written_over(old: Sequence[Tensor | None], new: Sequence[Tensor]) -> list[Tensor]:
+    """The values of `new`, in the memory of `old` where there is some of the same kind: a CUDA graph reads addresses, always the same ones.
+
+    Where there is none, `new` itself.
+    """
+    found, targets, sources = [], [], []
+    for before, value in zip(old, new, strict=True):
+        if before is None or not _same_kind(before, value):
+            found.append(value)
+            continue
+        found.append(before)
+        if before is not value and before.data_ptr() != value.data_ptr():
+            targets.append(before)
+            sources.append(value)
+    if targets:
+        torch_private.copy_all(targets, sources)
+    return found
+
+
+def _same_kind(old: Tensor, new: Tensor) -> bool:
+    """Whether values of `new` can take the place of those of `old`."""
+    if old.shape != new.shape or old.dtype != new.dtype or old.device != new.device or old.is_meta:
+        return False
+    return old.stride() == new.stride() and not old.is_inference() and not torch_private.is_fake(new)
+
+
 def within(blocks: tuple[slice, slice], outer: tuple[slice, slice]) -> tuple[slice, slice]:
     """Where blocks lie among those of a larger box."""
     down, across = (slice(b.start - o.start, b.stop - o.start) for b, o in zip(blocks, outer))
@@ -308,6 +335,10 @@ class WeightMemory:
     def scales(self, direction: str) -> Tensor:
         """One number a block of the extent, as rows and columns of the matrix; not for a scale of the tensor."""
         return (self.group.grids if self.extent(direction) is Extent.MATRIX else self._scales)[direction]
+
+    def held_scales(self, direction: str) -> Tensor | None:
+        """`scales`, or None where there are none yet."""
+        return (self.group.grids if self.extent(direction) is Extent.MATRIX else self._scales).get(direction)
 
     def set_scales(self, direction: str, scales: Tensor, extent: Extent | None = None) -> None:
         """Those of the matrix belong to all its parts."""

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ottava import torch_private
-from ottava.kernels.many import amax_shapes
 from ottava.quant.scaling import scale_from_amax
 from ottava.quant.scheme import Scheme
-from ottava.quant.weight_memory import Extent, Groups, ScaleGroup, WeightMemory, blocks_of, count_blocks, within
+from ottava.quant.weight_memory import (
+    Extent,
+    Groups,
+    ScaleGroup,
+    WeightMemory,
+    blocks_of,
+    count_blocks,
+    within,
+    written_over,
+)
 
 Weights = list[tuple[Tensor, WeightMemory]]
 Known = dict[Any, Tensor]
@@ -25,7 +33,8 @@ def renew(weights: Iterable[tuple[Tensor, WeightMemory]]) -> None:
     """Makes bytes and scales from values [rows, columns]. All ranks have to call it with the same weights in the same order.
 
     Two MAX all-reduces a set of groups, at most: one number a matrix, and the amax of blocks. All parts of a matrix have to be given
-    where they share scales. Bytes are written over the old ones: autograd refuses a backward that still holds those.
+    where they share scales. Bytes and scales are written over the old ones: autograd refuses a backward that still holds those, and a
+    CUDA graph that reads them finds the new ones.
     """
     weights = [(values.detach(), memory) for values, memory in weights if memory.quantized]
     for _, memory in weights:
@@ -93,7 +102,8 @@ def _block_amax(weights: Weights) -> Iterator[tuple[Any, WeightMemory, Tensor]]:
         first = parts.memories[0]
         for direction in first.directions:
             block = list(first.block(direction))
-            shapes = amax_shapes(parts.values, block, parts.offsets)
+            own_boxes = [memory.place.box(Extent.OWN) for memory in parts.memories]
+            shapes = [count_blocks(blocks_of(box, (block[0], block[1]))) for box in own_boxes]
             layers = [parts.values]
             if first.scheme.element.dtype is None:  # E2M1 has a second grid: flags of blocks that have a NaN
                 layers.append([values.isnan().float() for values in parts.values])
@@ -144,7 +154,7 @@ def _set_tensor_scales(groups: dict[int, ScaleGroup], known: Known) -> None:
             )
     for (scheme, delayed, _), same in chosen.items():
         amax = torch.cat([known["tensor", id(group)].flatten() for group in same])
-        for group, one in zip(same, amax.split(1)):
+        for group, one in zip(same, _each_in_its_own([group.amax for group in same], amax.split(1)), strict=True):
             group.amax = one
         if not scheme.per_tensor:
             continue
@@ -155,10 +165,17 @@ def _set_tensor_scales(groups: dict[int, ScaleGroup], known: Known) -> None:
             torch_private.copy_all(newest, list(amax.split(1)))  # this step's entry, once a step
         else:
             scale = scale_from_amax(amax, scheme.element.max, scheme.epsilon, scheme.power_of_two)
-        inverse = scale.new_empty(len(same), 4)  # cuBLAS reads a scale from an address that 16 divides
-        inverse[:, 0] = torch.ones_like(scale) / scale
-        for group, one, inverted in zip(same, scale.split(1), inverse):
-            group.scale, group.scale_inv = one, inverted[:1]
+        scales = _each_in_its_own([group.scale for group in same], scale.split(1))
+        # cuBLAS reads a scale from an address that 16 divides: a tensor of its own has one.
+        inverted = _each_in_its_own([group.scale_inv for group in same], (torch.ones_like(scale) / scale).split(1))
+        for group, one, other in zip(same, scales, inverted, strict=True):
+            group.scale, group.scale_inv = one, other
+
+
+def _each_in_its_own(old: list[Tensor | None] | list[Tensor], new: Sequence[Tensor]) -> list[Tensor]:
+    """`written_over`; what has no memory yet gets some of its own, whose version no other weight's changes."""
+    found = written_over(old, new)
+    return [t.clone() if t is value else t for t, value in zip(found, new, strict=True)]
 
 
 def _block_factors(weights: Weights, known: Known) -> Known:
@@ -172,9 +189,10 @@ def _block_factors(weights: Weights, known: Known) -> Known:
                 for memory in parts.memories
             }
             grids = [known[direction, owner] for owner in owners]
-            for (owner, memory), (factor, scale) in zip(
-                owners.items(), _factors_and_scales(grids, list(owners.values()), scheme, dtype), strict=True
-            ):
+            made = _factors_and_scales(grids, list(owners.values()), scheme, dtype)
+            old = [memory.held_scales(direction) for memory in owners.values()]
+            scales = _each_in_its_own(old, [scale for _, scale in made])
+            for (owner, memory), (factor, _), scale in zip(owners.items(), made, scales, strict=True):
                 memory.set_scales(direction, scale)
                 factors[direction, owner] = factor
     return factors

@@ -108,6 +108,12 @@ class OptimizerSection:
     """Of matrices; norms, biases and embeddings have none."""
     clip: float = 1.0
     """Gradients of a larger norm are scaled down to this norm. 0: never."""
+    moments: Literal["float32", "bfloat16", "float8"] = "float32"
+    """Type of the two moments (fused_adam). float8: with a scale for every 128 elements of a row; norms and biases keep float32."""
+    masters: Literal["float32", "remainder", "none"] = "float32"
+    """What fused_adam keeps of weights of precision.weights bfloat16: float32 values, the 16 bits that bfloat16 lacks, or nothing."""
+    stochastic_rounding: bool = False
+    """Whether fused_adam rounds at random, right on average, what it stores as bfloat16 or float8: moments, and weights without masters."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +181,8 @@ class PrecisionSection:
     """Type in which weights are kept and updated."""
     reduce: Literal["float32", "bfloat16"] = "float32"
     """Type in which gradients are summed over ranks."""
+    gradients: Literal["float32", "bfloat16"] = "float32"
+    """Type in which gradients of float32 weights are kept until the optimizer reads them. bfloat16 needs fused_adam."""
     fp8_weights: bool = False
     """Whether weights are stored as FP8 bytes only, with float32 masters in fused_adam."""
     fp8_head: bool = False
@@ -220,6 +228,9 @@ class TrainSection:
     """Logits of a rank that exist at a time; more tokens are taken in pieces."""
     compile: bool = False
     """Whether layers go through torch.compile."""
+    cuda_graph: bool = False
+    """Whether forward, loss and backward of a microbatch are recorded as a CUDA graph and launched as one: the same bits, without the
+    host's time. On one GPU with one rank; takes the memory of activations and gradients for good."""
     deterministic: bool = False
     """Whether torch may use only algorithms that give the same bits every time."""
     evaluate_every: int = 100

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ottava.kernels.block_moment import BLOCK
 from ottava.quant.quantization import Quantization
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ def check(config: Config) -> None:
     _check_schedule(config)
     _check_parallel(config)
     _check_quantization(config)
+    _check_optimizer(config)
+    _check_graph(config)
     weights, files = config.data.weights, config.data.files
     _need(len(weights) in (0, len(files)), f"data.weights has {len(weights)} numbers for {len(files)} data.files.")
     t = config.train
@@ -134,6 +137,34 @@ def _check_schedule(config: Config) -> None:
     )
 
 
+def _check_graph(config: Config) -> None:
+    """What a CUDA graph cannot hold. That there is one rank, on a GPU, is known when the run begins."""
+    if not config.train.cuda_graph:
+        return
+    parallel = config.parallel
+    _need(
+        parallel.strategy in ("fsdp2", "none") and parallel.tp == 1 and parallel.dp_replicate in (1, -1),
+        "train.cuda_graph records a model that lies whole on one rank: use parallel.strategy 'fsdp2' or 'none' with parallel.tp 1 and "
+        f"parallel.dp_replicate 1; got {parallel.strategy!r}, {parallel.tp} and {parallel.dp_replicate}.",
+    )
+    _need(
+        (parallel.ranks or 1) == 1 and parallel.dp_shard in (1, -1),
+        f"train.cuda_graph needs one rank; parallel.ranks is {parallel.ranks}, parallel.dp_shard {parallel.dp_shard}.",
+    )
+    _need(
+        not parallel.cpu_offload,
+        "train.cuda_graph reads weights where they lie, but parallel.cpu_offload copies them elsewhere each time.",
+    )
+    _need(
+        parallel.recompute != "full",
+        "train.cuda_graph cannot record parallel.recompute 'full', which sets back random states in backward: use 'selective' or 'none'.",
+    )
+    _need(
+        not config.train.compile,
+        "train.cuda_graph and train.compile do not go together: both take the place of the host's Python. Leave one of them off.",
+    )
+
+
 def _check_quantization(config: Config) -> None:
     precision, model = config.precision, config.model
     if precision.fp8_weights:
@@ -190,6 +221,44 @@ def _check_head(config: Config, quantization: Quantization) -> None:
         f"precision.fp8_head quantizes whole blocks of the vocabulary, but a rank has {rows} rows of it: pad it with "
         f"model.pad_vocab_to = {128 * tp}.",
     )
+
+
+def _check_optimizer(config: Config) -> None:
+    optimizer, precision = config.optimizer, config.precision
+    only_fused = {
+        "optimizer.moments": (optimizer.moments, "float32"),
+        "optimizer.masters": (optimizer.masters, "float32"),
+        "optimizer.stochastic_rounding": (optimizer.stochastic_rounding, False),
+        "precision.gradients": (precision.gradients, "float32"),
+    }
+    for name, (value, usual) in only_fused.items():
+        _need(
+            value == usual or optimizer.name == "fused_adam",
+            f"{name} {value!r} needs optimizer.name 'fused_adam'; it is {optimizer.name!r}.",
+        )
+    _need(
+        optimizer.masters == "float32" or (precision.weights == "bfloat16" and not precision.fp8_weights),
+        f"optimizer.masters {optimizer.masters!r} is for precision.weights 'bfloat16' without precision.fp8_weights: float32 weights are "
+        "their own masters, and FP8 ones need float32 masters.",
+    )
+    _need(
+        not optimizer.stochastic_rounding or optimizer.moments != "float32" or optimizer.masters == "none",
+        "optimizer.stochastic_rounding has nothing to round: set optimizer.moments to 'bfloat16' or 'float8', or "
+        "optimizer.masters to 'none'.",
+    )
+    if optimizer.moments == "float8":
+        strategy, tp = config.parallel.strategy, config.parallel.tp
+        _need(
+            strategy != "fsdp1",
+            "optimizer.moments 'float8' has blocks along rows, which parallel.strategy 'fsdp1' flattens: use 'fsdp2'.",
+        )
+        for name in ("hidden_size", "ffn_hidden_size"):
+            width = getattr(config.model, name)
+            _need(
+                tp <= 1 or width % (tp * BLOCK) == 0,
+                f"optimizer.moments 'float8' has blocks of {BLOCK} along rows, of which parallel.tp ({tp}) would cut some: model.{name} "
+                f"({width}) must be a multiple of {tp * BLOCK}.",
+            )
 
 
 def _check_parallel(config: Config) -> None:

@@ -69,18 +69,6 @@ class Batch:
         return self.tokens, self.targets, self.documents
 
 
-def cumulative_lengths(documents: Tensor) -> Tensor:
-    """documents [b, s] -> where documents begin in the rows laid end to end, int32 [documents + 1]: `cu_seqlens` of packed attention.
-
-    >>> cumulative_lengths(torch.tensor([[0, 0, 1], [0, 0, 0]])).tolist()
-    [0, 2, 3, 6]
-    """
-    first = torch.ones_like(documents, dtype=torch.bool)
-    first[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    starts = first.flatten().nonzero()[:, 0]
-    return torch.cat([starts, starts.new_tensor([documents.numel()])]).to(torch.int32)
-
-
 # ----------------------------------------------------------------------------------------------------------------- sources
 
 

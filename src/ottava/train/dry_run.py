@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ottava.distributed import ParallelPlan
@@ -25,14 +27,21 @@ def describe(config: Config) -> str:
     >>> print(describe(preset("llama3-8b")))
     """
     place = Place.from_torchrun()
-    ranks = place.size if place is not None else local_ranks(config.parallel.ranks)
+    asked = config.parallel.ranks
+    mesh = config.plan("cpu")
+    # A mesh without an open dimension says how many ranks it is for: a plan for a cluster can be looked at anywhere.
+    everywhere = place is None and asked is None and mesh.is_resolved
+    ranks = place.size if place is not None else math.prod(mesh.shape) if everywhere else local_ranks(asked)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     plan = config.plan(device).resolve(ranks)
     model = construct(config, config.model.vocab_size or ByteTokenizer.vocab_size)
     dp, train = plan.dp_replicate * plan.dp_shard, config.train
     micro = train.global_batch / (dp * train.micro_batch)
     rows: list[tuple[str, ...]] = [
-        ("ranks", f"{ranks} x {device}" + (" (torchrun)" if place is not None else "")),
+        (
+            "ranks",
+            f"{ranks} x {device}" + (" (torchrun)" if place is not None else " (of the mesh)" if everywhere else ""),
+        ),
         ("mesh", f"dp_replicate {plan.dp_replicate} x dp_shard {plan.dp_shard} x tp {plan.tp}, {plan.strategy}"),
         ("parameters", f"{model.num_parameters():,} ({model.num_parameters(tables=False):,} without embedding tables)"),
         ("tokens a step", f"{train.global_batch * config.data.length:,} in {micro:g} microbatches a rank"),
@@ -55,6 +64,11 @@ def _products(config: Config, plan: ParallelPlan) -> str:
     return precision.recipe + where + (", head too" if precision.fp8_head else "")
 
 
+MASTER_BYTES = {"float32": 4.0, "remainder": 2.0, "none": 0.0}
+MOMENT_BYTES = {"float32": 8.0, "bfloat16": 4.0, "float8": 2.0 + 8.0 / 128}
+"""Of both moments of a parameter, with their scales."""
+
+
 def memory(config: Config, model: CausalLM, plan: ParallelPlan, device: str) -> dict[str, float]:
     """Bytes of a rank by what they are for: an estimate from sizes alone.
 
@@ -66,7 +80,7 @@ def memory(config: Config, model: CausalLM, plan: ParallelPlan, device: str) -> 
     weight = torch.finfo(getattr(torch, config.precision.weights)).bits / 8
     if config.precision.fp8_weights:
         weight = 1.0
-    masters = 4.0 if weight < 4 and config.optimizer.name == "fused_adam" else 0.0
+    masters = MASTER_BYTES[config.optimizer.masters] if weight < 4 and config.optimizer.name == "fused_adam" else 0.0
     wire = 1.0 if config.precision.recipe != "none" else torch.finfo(plan.param_dtype).bits / 8
     layer = count / plan.tp / shape.layers  # embeddings count as a part of each, so this is on the safe side
     activation = torch.finfo(plan.param_dtype).bits / 16  # of the 16 bits that the rule of thumb is for
@@ -81,8 +95,8 @@ def memory(config: Config, model: CausalLM, plan: ParallelPlan, device: str) -> 
     return {
         "weights": held * weight,
         "FP8 copies": held if plan.strategy == "fsdp2" and config.precision.recipe != "none" and weight > 1 else 0.0,
-        "gradients": held * 4.0,
-        "optimizer": held * (8.0 + masters),
+        "gradients": held * torch.finfo(getattr(torch, config.precision.gradients)).bits / 8,
+        "optimizer": held * (MOMENT_BYTES[config.optimizer.moments] + masters),
         "gathered layers": layer * wire * (1 + plan.prefetch) * (2 if sharded > 1 else 0),
         "unreduced gradients": count / plan.tp * 4.0 if accumulates and sharded > 1 else 0.0,
         "activations": shape.layers * tokens * shape.hidden_size * kept * activation / plan.tp,

@@ -94,10 +94,14 @@ class Fp8Health:
         self._forward: _Passing | None = None  # the module whose forward pass runs now
         self._backward: _Passing | None = None
 
+    def looks_at(self, step: int) -> bool:
+        """Whether operands of `step`, from 0, are sampled."""
+        return self._every > 0 and (step + 1) % self._every == 0
+
     @contextmanager
     def sample_operands(self, step: int) -> Iterator[None]:
         """Around forward and backward of `step`, from 0."""
-        if not self._every or (step + 1) % self._every:
+        if not self.looks_at(step):
             yield
             return
         hooks = [hook for name, module in _quantized(self._model) for hook in self._hooks(name, module)]

@@ -17,6 +17,7 @@ import torch
 
 from ottava.distributed.gradients import gradient_sync
 from ottava.distributed.waits import comm_wait_hook
+from ottava.optimizers import FusedAdam
 from ottava.train import exits, run_folder
 from ottava.train.clock import Clock
 from ottava.train.config import Config
@@ -29,8 +30,9 @@ from ottava.train.gates import judge
 from ottava.train.health import Health
 from ottava.train.lock import RunLock
 from ottava.train.metrics import read_metrics
+from ottava.train.microbatch_graph import microbatch_graphs
 from ottava.train.model import DistributedModel
-from ottava.train.optimizer import clip_gradients, make_optimizer, set_lr
+from ottava.train.optimizer import Numbers, clip_gradients, make_optimizer, set_lr
 from ottava.train.recorder import Recorder
 from ottava.train.sample import generate
 from ottava.train.saves import Saves
@@ -71,6 +73,8 @@ class Step:
     grad_norm: float
     stop: bool
     """Whether any rank was asked to stop."""
+    clipped: dict[str, Any] | None
+    """What `optimizer.step` is told of it. None: the step was made, if loss and norm are finite."""
 
 
 class Loop:
@@ -108,6 +112,7 @@ class Loop:
         self.done = self._resume()
         self.clock, self.health = Clock(world.device), Health(config.health)
         self.fp8 = Fp8Health(config, self.model, world)
+        self.graphs = microbatch_graphs(config, self.model, world)
         self.recorder = Recorder(config, world, self.model, self.done)
         resources.callback(self.recorder.close)
         self.saves = Saves(config.checkpoint, self.state, self.recorder)
@@ -140,6 +145,8 @@ class Loop:
     def _step(self) -> Step | None:
         """Step number `done`, from 0. None if the run went back to a checkpoint instead."""
         step = self.done
+        lr = self.config.optimizer.lr * lr_fraction(self.config.schedule, step, self.config.train.steps)
+        set_lr(self.optimizer, lr)
         with self.fp8.sample_operands(step), comm_wait_hook(lambda: self.clock("communication")):
             found = self._backward(step)
         event = None
@@ -147,12 +154,11 @@ class Loop:
         if verdict == "roll back":
             self._roll_back(step + 1)
             return None
-        lr = self.config.optimizer.lr * lr_fraction(self.config.schedule, step, self.config.train.steps)
         if verdict == "fine":
-            with self.clock("optimizer"):
-                self.watchdog.beat(step, "optimizer")
-                set_lr(self.optimizer, lr)
-                self.optimizer.step()
+            if found.clipped is not None:
+                with self.clock("optimizer"):
+                    self.watchdog.beat(step, "optimizer")
+                    self.optimizer.step(**found.clipped)
             if self.health.spike(found.loss):
                 event = "loss spike"
         else:
@@ -165,7 +171,7 @@ class Loop:
         return found
 
     def _backward(self, step: int) -> Step:
-        """Gradients of the global batch of `step`, clipped."""
+        """Gradients of the global batch of `step`, clipped, or to be clipped by the optimizer."""
         config, model, device = self.config.train, self.model, self.world.device
         self.watchdog.beat(step, "data")
         with self.clock("data"):
@@ -176,22 +182,38 @@ class Loop:
         tokens = self._count(batch)
         weight = model.meshes.dp_size / tokens
         total = torch.zeros((), dtype=torch.float64, device=device)
+        if self.graphs is not None:
+            self.graphs.begin(parts, weight, eager=self.fp8.looks_at(step))
         for i, part in enumerate(parts):
             first = None if len(parts) == 1 or config.compile else i == 0
             with gradient_sync(model.module, i == len(parts) - 1, model.keep_gathered):
                 total += self._microbatch(step, part, weight, first)
         self.recorder.write()  # the step before; a GPU has its hands full now
         with self.clock("optimizer"):
-            norm = clip_gradients(model.module, self.config.optimizer.clip)
+            norm, clipped = clip_gradients(model.module, self.optimizer, self.config.optimizer.clip)
+            numbers, options = Numbers(total, norm), None if self._steps_ahead else clipped
+            if options is None:
+                make_step: Any = self.optimizer.step
+                finite = torch.isfinite(norm) & torch.isfinite(total)
+                make_step(grad_scale=torch.where(finite, clipped["grad_scale"], math.nan))
         self.watchdog.beat(step, "agreement")
-        loss_sum, stops = self.world.sum([total.item(), float(self.stop.requested)])
+        loss, grad_norm = numbers.read()
+        loss_sum, stops = self.world.sum([loss, float(self.stop.requested)])
         replicas = self.world.size / model.meshes.dp_size  # tp ranks have the same tokens, each a loss of them
-        return Step(loss_sum / replicas / tokens, norm, stops > 0)
+        return Step(loss_sum / replicas / tokens, grad_norm, stops > 0, options)
+
+    @property
+    def _steps_ahead(self) -> bool:
+        """Whether the optimizer steps before the host knows that it may: the device knows. Ranks would have to agree first."""
+        return self.world.size == 1 and isinstance(self.optimizer, FusedAdam)
 
     def _microbatch(self, step: int, part: Batch, weight: float, first: bool | None) -> torch.Tensor:
         """Adds `weight` times the gradients of the summed loss, which is returned."""
         config, model = self.config.train, self.model
         self.watchdog.beat(step, "forward")
+        if self.graphs is not None:
+            with self.clock("backward"):  # and forward: one launch
+                return self.graphs.run(part, first)
         with self.clock("forward"), model.precision():
             loss = model.module(
                 part.tokens,
@@ -295,6 +317,8 @@ class Loop:
             raise NonFinite(f"Step {failed} is not finite, and there is no checkpoint to go back to.")
         self.health.rolled_back()
         self.optimizer.zero_grad()
+        if self.graphs is not None:
+            self.graphs.forget()
         self.done = self._back_at = loaded.step
         self.batches = self._prefetch()
         self.recorder.rewind(self.done, f"rolled back from step {failed}: not finite")

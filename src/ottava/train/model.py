@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 import ottava
 from ottava.distributed import attach, meshes_of, parallelize, tracker_of
@@ -58,6 +59,8 @@ class DistributedModel:
         self.module: nn.Module = parallelize(
             whole, plan, recipe=self.recipe, seed=config.train.seed, config=_shared(config), device_type=device.type
         )
+        if config.precision.gradients != "float32":
+            self._keep_gradients_in(getattr(torch, config.precision.gradients))
         self.meshes = meshes_of(self.module)
         self.seed = config.train.seed
         wraps = config.parallel.strategy in ("ddp", "none") and config.precision.dtype(device.type) != torch.float32
@@ -109,6 +112,15 @@ class DistributedModel:
         """FSDP2 gathers FP8 copies of the weights: every step of the optimizer renews them."""
         if isinstance(self.module, FSDPModule) and self.recipe is not None:
             attach(optimizer, self.module)
+
+    def _keep_gradients_in(self, dtype: torch.dtype) -> None:
+        if isinstance(self.module, FSDPModule | FullyShardedDataParallel | DistributedDataParallel):
+            raise ValueError(
+                f"precision.gradients {str(dtype).removeprefix('torch.')!r} is for one rank that has the whole model: several ranks keep "
+                "reduced gradients in the type of the weights (precision.weights)."
+            )
+        for parameter in self.module.parameters():
+            parameter.grad_dtype = dtype
 
     def _delayed(self) -> list[DelayedState]:
         return [m for m in self.module.modules() if isinstance(m, DelayedState)]

@@ -7,14 +7,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ottava.distributed.gradients import clip_grad_norm_
+from ottava.distributed.gradients import clip_grad_norm_, grad_norm_and_scale
 from ottava.models import CausalLM
 from ottava.nn.initialize import WRAPPERS
 from ottava.optimizers import FusedAdam
 from ottava.train.config import Config
+
+MOMENTS = {"float32": "float32", "bfloat16": "bfloat16", "float8": "float8_block128"}
+"""optimizer.moments, as FusedAdam calls it."""
 
 
 def decaying(model: CausalLM) -> frozenset[str]:
@@ -51,8 +54,16 @@ def make_optimizer(config: Config, model: nn.Module, decay: frozenset[str]) -> t
     ]
     options: dict[str, Any] = {"lr": section.lr, "betas": section.betas, "eps": section.eps}
     if section.name == "fused_adam":
+        low, kept = config.precision.weights != "float32", MOMENTS[section.moments]
         optimizer: torch.optim.Optimizer = FusedAdam(
-            groups, master_weights=config.precision.weights != "float32", **options
+            groups,
+            master_weights=low and section.masters != "none",
+            store_param_remainders=low and section.masters == "remainder",
+            exp_avg_dtype=kept,
+            exp_avg_sq_dtype=kept,
+            stochastic_rounding=section.stochastic_rounding,
+            seed=config.train.seed,
+            **options,
         )
     else:
         on_gpu = all(p.is_cuda for _, p in parameters)  # in one kernel there; else torch goes parameter by parameter
@@ -66,11 +77,42 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def clip_gradients(model: nn.Module, limit: float) -> float:
-    """Scales gradients of a norm above `limit` down to it (0: never); returns the norm before, the same on all ranks.
+def clip_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, limit: float) -> tuple[Tensor, dict[str, Any]]:
+    """(norm of the gradients, the same on all ranks; what `optimizer.step` takes so that those above `limit` are scaled down to it).
 
-    A norm that is not finite leaves gradients that must not be used.
+    FusedAdam scales as it reads them; for others they are scaled here. limit 0: never. A norm that is not finite leaves gradients that
+    must not be used.
 
-        >>> norm = clip_gradients(model, 1.0)
+        >>> norm, options = clip_gradients(model, optimizer, 1.0)
+        >>> optimizer.step(**options)
     """
-    return float(clip_grad_norm_(model, limit or math.inf))
+    if not isinstance(optimizer, FusedAdam):
+        return clip_grad_norm_(model, limit or math.inf), {}
+    norm, scale = grad_norm_and_scale(model, limit or math.inf)
+    return norm, {"grad_scale": scale}
+
+
+class Numbers:
+    """A few numbers of a device on their way to the host. What is launched after this was made need not be done when they are read.
+
+    >>> numbers = Numbers(loss, norm)
+    >>> optimizer.step()
+    >>> loss, norm = numbers.read()
+    """
+
+    def __init__(self, *numbers: Tensor) -> None:
+        together = torch.stack([number.detach().double() for number in numbers])
+        self._event: torch.cuda.Event | None = None
+        if together.is_cuda:
+            self._numbers = torch.empty(together.shape, dtype=together.dtype, pin_memory=True)
+            self._numbers.copy_(together, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._numbers = together
+
+    def read(self) -> list[float]:
+        """Waits until they are there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._numbers.tolist()

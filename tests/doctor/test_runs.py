@@ -1,0 +1,124 @@
+"""`ottava status` and `ottava logs`: what a run's folder tells, while it runs and afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from ottava.cli.main import main
+from ottava.doctor.run_logs import errors, find_logs, first_error
+from ottava.doctor.run_status import run_status, spelled
+
+NOW = 1_800_000_000.0
+
+
+def make_run(folder: Path, steps: int = 20, last_step_ago: float = 3.0, **more) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.toml").write_text("[train]\nsteps = 100\n")
+    lines = [
+        {"step": n, "loss": 5 - n / 10, "tokens": n * 1000, "tokens_per_s": 500.0, "step_s": 2.0, "mfu": 0.4,
+         "communication_s": 0.1, "attempt": 1} | more
+        for n in range(1, steps + 1)
+    ]  # fmt: skip
+    path = folder / "metrics.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    os.utime(path, (NOW - last_step_ago, NOW - last_step_ago))
+    return folder
+
+
+def test_a_running_run(tmp_path) -> None:
+    folder = make_run(tmp_path / "run")
+    for step in (10, 20):
+        (folder / "checkpoints" / f"step-{step:08}").mkdir(parents=True)
+    manifest = folder / "checkpoints" / "step-00000010" / "manifest.json"
+    manifest.write_text("{}")  # that of 20 is not committed yet
+    os.utime(manifest, (NOW - 90, NOW - 90))
+    found = run_status(folder, NOW)
+    assert (found.state, found.step, found.steps, found.eta_s) == ("running", 20, 100, 160.0)
+    assert found.checkpoint == "step-00000010" and found.checkpoint_age_s == pytest.approx(90)
+    text = found.as_text()
+    assert "20 of 100" in text and "2 min 40 s" in text and "40.0%" in text and "restarts" in text
+    assert "step-00000010 1 min 30 s ago" in text
+
+
+def test_a_run_that_has_ended_or_fallen_silent(tmp_path) -> None:
+    folder = make_run(tmp_path / "run", last_step_ago=3600)
+    found = run_status(folder, NOW)
+    assert found.state.startswith("silent for 1 h") and found.eta_s is None
+    (folder / "summary.json").write_text(json.dumps({"outcome": "done", "step": 20}))
+    assert run_status(folder, NOW).state == "done"
+    (folder / "summary.json").write_text(
+        json.dumps({"outcome": "stopped by SIGTERM", "step": 15})
+    )  # of an earlier start
+    assert run_status(folder, NOW).state.startswith("silent")
+
+
+def test_a_run_that_has_not_stepped_yet(tmp_path) -> None:
+    (tmp_path / "config.toml").write_text("[train]\nsteps = 5\n")
+    assert run_status(tmp_path, NOW).state == "starting"
+
+
+def test_exposed_communication_is_said_in_words(tmp_path) -> None:
+    text = run_status(make_run(tmp_path / "run", communication_s=0.8), NOW).as_text()
+    assert "40% of a step is communication that nothing hides" in text
+    assert "nothing hides" not in run_status(make_run(tmp_path / "other"), NOW).as_text()
+
+
+def write(path: Path, text: str, when: float) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    os.utime(path, (when, when))
+
+
+def test_the_first_error_is_the_cause_not_a_consequence(tmp_path, capsys) -> None:
+    folder = make_run(tmp_path / "run")
+    gone = "Traceback (most recent call last):\n  x\nRuntimeError: [gloo] Connection closed by peer [10.0.0.2]:1\n"
+    write(
+        folder / "logs" / "id" / "attempt_0" / "2" / "stderr.log",
+        "Traceback (most recent call last):\nOSError: old\n",
+        NOW - 99,
+    )
+    write(
+        folder / "logs" / "id" / "attempt_1" / "0" / "stderr.log", gone, NOW - 9
+    )  # written first: its buffer was shorter
+    write(folder / "logs" / "id" / "attempt_1" / "0" / "stdout.log", "step 7\n", NOW - 9)
+    cause = "fine\nTraceback (most recent call last):\n  y\nValueError: NaN in sample 7\n"
+    write(folder / "logs" / "id" / "attempt_1" / "1" / "stderr.log", cause, NOW - 5)
+    first = first_error(folder)
+    assert first is not None and first.last_line == "rank 1: ValueError: NaN in sample 7"
+    assert [error.log.rank for error in errors(folder)] == [1, 0]
+    assert [log.rank for log in find_logs(folder)] == [2, 0, 0, 1]
+    assert main(["logs", str(folder)]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("First error: rank 1: ValueError: NaN in sample 7")
+    assert main(["logs", str(folder), "--rank", "0"]) == 0
+    text = capsys.readouterr().out
+    assert "step 7" in text and "NaN" not in text
+    assert main(["status", str(folder)]) == 0 and "NaN in sample 7" in capsys.readouterr().out
+
+
+def test_stalls_and_kept_errors_are_shown(tmp_path) -> None:
+    folder = make_run(tmp_path / "run")
+    for rank in range(2):
+        write(
+            folder / "stalls" / f"rank-{rank}.txt", "no step for 60 s. Rank 1 is behind: step 7, data.\nstacks\n", NOW
+        )
+    write(folder / "error-rank-3.txt", "Traceback (most recent call last):\n  z\nValueError: wrong\n", NOW)
+    found = run_status(folder, NOW)
+    assert found.stalls == ("no step for 60 s. Rank 1 is behind: step 7, data.",)
+    assert found.error == "rank 3: ValueError: wrong"
+
+
+def test_no_run_is_exit_2(tmp_path, capsys) -> None:
+    assert main(["status", str(tmp_path)]) == 2 and "is not a run" in capsys.readouterr().err
+    assert main(["logs", str(tmp_path)]) == 2 and "--log-dir" in capsys.readouterr().err
+    make_run(tmp_path / "run")
+    assert main(["status", str(tmp_path / "run"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 20
+
+
+def test_times_are_spelled() -> None:
+    assert [spelled(s) for s in (0.4, 59, 60, 3700, 90000)] == ["0 s", "59 s", "1 min", "1 h 1 min", "1 d 1 h"]
