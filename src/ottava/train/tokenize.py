@@ -81,7 +81,9 @@ class JsonTokenizer:
             raise ValueError(f"There is no tokenizer at {path}: give 'byte', or the path of a tokenizer.json.")
         try:
             self._backend = Backend.from_file(str(path))
-        except Exception as error:  # the backend raises plain Exception
+        except BaseException as error:  # the backend raises plain Exception; a panic of its is not even that
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise ValueError(f"{path} is not a tokenizer.json: {error}") from error
         self._backend.no_truncation()
         self._backend.no_padding()
