@@ -258,7 +258,20 @@ def huge_metadata(folder: Path, outside: Path) -> str:
     return METADATA
 
 
+def key_that_is_hashed_for_ever(folder: Path, outside: Path) -> str:
+    """A tuple of the same tuple twice, 60 deep: 2^60 hashes."""
+    _raw_index(folder, b"\x80\x04})\x94" + b"".join(b"h%c\x86\x94" % i for i in range(60)) + b"K\x01s.")
+    return METADATA
+
+
+def key_that_is_too_deep(folder: Path, outside: Path) -> str:
+    """Hashing it would need more stack than there is."""
+    _raw_index(folder, b"\x80\x04})" + b"\x85" * 900_000 + b"K\x01s.")
+    return METADATA
+
+
 CASES = [
+    *(key_that_is_hashed_for_ever, key_that_is_too_deep),
     *(
         payload_in_metadata,
         payload_by_a_torch_function,

@@ -43,7 +43,9 @@ def test_tokenize(tmp_path, capsys):
     words = ["data", "tokenize", str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "a.tokens")]
     assert main([*words, "--field", "body"]) == 0
     assert TokenFile(tmp_path / "a.tokens").count == 6 and "6 tokens in 1 documents" in capsys.readouterr().out
-    assert main(words) == 2 and "no text in the field 'text'" in capsys.readouterr().err
+    assert main([*words, "--overwrite"]) == 2 and "no text in the field 'text'" in capsys.readouterr().err
+    assert main([*words, "--field", "body"]) == 2 and "a.tokens exists" in capsys.readouterr().err
+    assert main([*words[:3], "--output", words[2], "--overwrite"]) == 2 and "is what is read" in capsys.readouterr().err
 
 
 def test_report(tmp_path, capsys):
@@ -87,9 +89,11 @@ def test_a_llama_goes_to_hugging_face_and_back(tmp_path, capsys):
 
 def test_reshard_takes_the_newest_that_can_be_used(tmp_path, capsys):
     checkpoints = Checkpoints(tmp_path / "checkpoints")
-    for step in (1, 2):
+    for step in (1, 2, 3):
         checkpoints.save(step, {"w": torch.full((8,), float(step))})
     (tmp_path / "checkpoints" / "step-00000002" / "manifest.json").write_text("{")
+    (shard,) = (tmp_path / "checkpoints" / "step-00000003").glob("*.distcp")
+    shard.write_bytes(bytes([shard.read_bytes()[0] ^ 1]) + shard.read_bytes()[1:])  # of the right size
     assert main(["checkpoint", "reshard", str(tmp_path), str(tmp_path / "cut"), "--shards", "4"]) == 0
     assert capsys.readouterr().out.strip().endswith("step-00000001")
     state = {"w": torch.zeros(8)}

@@ -308,6 +308,13 @@ def test_a_new_run_begins_with_weights_of_hugging_face_if_that_is_said(two, fold
     theirs, ours = folder / "hf", folder / "imported"
     export_hf(whole.run_folder / "checkpoints" / "step-00000008", theirs, dtype="float32")
     path = import_hf(theirs, ours, pad_vocab_to=whole.model.pad_vocab_to)
+    other = tiny(
+        folder, "other-heads", model={"heads": 4, "norm_eps": 1e-6, "rope_theta": 1e4}, checkpoint={"load": str(path)}
+    )
+    other = replace(other, checkpoint=replace(other.checkpoint, allow_missing=("optimizer.*", "step")))
+    assert two.run(other) == exits.WRONG_USAGE  # its tensors have the same shapes
+    assert "model.heads is 2 there and 4 here" in two.said and "model.rope_theta is 500000" in two.said
+    assert "model.norm_eps is 1e-05 there and 1e-06 here" in two.said
     config = tiny(folder, "fine-tuned", checkpoint={"load": str(path)})
     assert two.run(config) == exits.WRONG_USAGE
     assert "missing in the checkpoint: optimizer." in two.said and "allow_missing" in two.said

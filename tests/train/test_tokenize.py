@@ -115,3 +115,22 @@ def test_the_standard_library_is_tokenized_once(tmp_path, monkeypatch):
     TokenFile(standard_library(cache)).verify()
     (root / "a.py").write_text("y = 22\n")
     assert standard_library(cache) != path
+
+
+def test_nothing_is_destroyed_by_tokenizing(tmp_path, tokenizer_json):
+    text, out = tmp_path / "a.txt", tmp_path / "a.tokens"
+    text.write_text("abc")
+    (tmp_path / "link").symlink_to(text)
+    for output in (text, tmp_path / "link", tmp_path / ".." / tmp_path.name / "a.txt"):
+        with pytest.raises(ValueError, match="is what is read: give the token file another name"):
+            tokenize([text], output, overwrite=True)
+    with pytest.raises(ValueError, match="is what is read"):
+        tokenize([text], tokenizer_json, tokenizer=str(tokenizer_json), overwrite=True)
+    with pytest.raises(ValueError, match="lies in .*, which is read"):
+        tokenize([tmp_path], text, overwrite=True)
+    assert text.read_text() == "abc"
+    assert tokenize([text], out).count == 4
+    text.write_text("abcdef")
+    with pytest.raises(ValueError, match=r"a.tokens exists: give another name, or --overwrite"):
+        tokenize([text], out)
+    assert tokenize([text], out, overwrite=True).count == 7

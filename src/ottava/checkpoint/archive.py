@@ -8,6 +8,7 @@ run, or make us allocate more than the tensor that is wanted.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from ottava.checkpoint.digest import HashedFile
 from ottava.checkpoint.errors import InvalidCheckpoint
+from ottava.checkpoint.metadata import Chunk
 
 ALIGNMENT = 64  # bytes. torch aligns the data to this in its archive; we align the archive in the file.
 _TAIL_BYTES = 4096  # directory and end of an archive with a tensor's seven records take about 700
@@ -47,14 +49,12 @@ def _without_checksum() -> Iterator[None]:
         torch.serialization.set_crc32_options(before)
 
 
-def find_data(opened: BinaryIO, file: str, offset: int, length: int, nbytes: int) -> int:
-    """Position in the file of the `nbytes` bytes of the tensor whose archive is at `offset`, `length` bytes long.
-
-    opened: the file; file: its name, for errors. The caller has checked that the archive lies inside the file.
-    """
+def find_data(opened: BinaryIO, chunk: Chunk, dtype: torch.dtype) -> int:
+    """Position in the opened file of a box's bytes. The caller has checked that its archive lies inside the file."""
+    offset, length, nbytes = chunk.start, chunk.length, math.prod(chunk.shape) * dtype.itemsize
 
     def bad(reason: str) -> InvalidCheckpoint:
-        return InvalidCheckpoint.of(file, f"entry at byte {offset}: {reason}")
+        return InvalidCheckpoint.of(chunk.file, f"entry at byte {offset}: {reason}")
 
     tail_start = max(0, length - _TAIL_BYTES)
     tail = _read_at(opened, offset + tail_start, length - tail_start)
@@ -132,11 +132,8 @@ def _large(packed: int, plain: int, header: int, extra: bytes, bad: Any) -> tupl
         kind, size = struct.unpack_from("<HH", extra)
         if kind == 1 and len(extra) >= 4 + size and size % 8 == 0:
             numbers = list(struct.unpack_from(f"<{size // 8}Q", extra, 4))
-            fields = [
-                packed,
-                plain,
-                header,
-            ]  # zip64 lists those that are too large, in this order: plain, packed, header
+            # zip64 lists those that are too large, in this order: plain, packed, header
+            fields = [packed, plain, header]
             for i in (1, 0, 2):
                 if fields[i] == large and numbers:
                     fields[i] = numbers.pop(0)

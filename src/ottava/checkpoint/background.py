@@ -42,9 +42,8 @@ class Background:
         save.stage(self._buffers, frozenset() if until is None else storages_of(until))
         self._step, self._error, self._done = step, None, False
         self._staged.clear()
-        ready = (
-            torch.cuda.current_stream().record_event() if until is not None and torch.cuda.is_initialized() else None
-        )
+        on_gpu = until is not None and torch.cuda.is_initialized()
+        ready = torch.cuda.current_stream().record_event() if on_gpu else None
         self.team.connect(f"step {step} was not saved")  # here: making a group is an act of all ranks in one order
         if until is not None:  # behind everything that can fail: the optimizer waits for the thread
             self._hook = until.register_step_pre_hook(self._before_step)

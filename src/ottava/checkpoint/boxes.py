@@ -117,13 +117,14 @@ def tiling_problem(shape: Index, boxes: Sequence[Box]) -> str | None:
     if covered != total:
         return f"boxes have {covered} of {total} elements of shape {shape}"
     # Inside, and as many elements as the tensor: what is left to exclude is an overlap with a gap elsewhere. Sorted by the
-    # first dimension, a box can only meet those that begin before it ends.
-    ordered = sorted((b for b in boxes if math.prod(b[1])), key=lambda b: b[0])
+    # dimension that is cut most, a box can only meet those that begin before it ends.
+    cut = max(range(len(shape)), key=lambda d: len({offset[d] for offset, _ in boxes}), default=0)
+    ordered = sorted((b for b in boxes if math.prod(b[1])), key=lambda b: b[0][cut:] + b[0][:cut])
     for i, first in enumerate(ordered if shape else []):
-        end = first[0][0] + first[1][0]
-        for other in ordered[i + 1 :]:
-            if other[0][0] >= end:
+        end = first[0][cut] + first[1][cut]
+        for j in range(i + 1, len(ordered)):
+            if ordered[j][0][cut] >= end:
                 break
-            if overlap(first, other):
-                return f"boxes {first} and {other} overlap"
+            if overlap(first, ordered[j]):
+                return f"boxes {first} and {ordered[j]} overlap"
     return None

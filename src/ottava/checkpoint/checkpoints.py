@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any
 
 from torch.optim import Optimizer
@@ -80,13 +79,10 @@ class Checkpoints:
         writer that keeps failing is noticed where it happens.
         """
         self.wait()
-        save = self._begin(step, state)
         if self._background.trusted:
-            self._background.start(save, step, until)
+            self._background.start(self._begin(step, state), step, until)
         else:
-            save.finish()
-            self._background.trusted = True
-            self.last_saved = step
+            self.save(step, state)
 
     def wait(self) -> None:
         """Until no save is under way. Raises the error of one that failed."""
@@ -125,7 +121,7 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _begin(self, step: int, state: Mapping[str, Any]) -> Save:

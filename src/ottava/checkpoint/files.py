@@ -14,11 +14,12 @@ from torch import Tensor
 
 from ottava.checkpoint import metadata
 from ottava.checkpoint.archive import write_tensor
+from ottava.checkpoint.boxes import Box
 from ottava.checkpoint.digest import HashedFile
 from ottava.checkpoint.errors import CheckpointError
 from ottava.checkpoint.flat import Path
 from ottava.checkpoint.manifest import FileEntry, Manifest, config_digest
-from ottava.checkpoint.metadata import Entry
+from ottava.checkpoint.metadata import Chunk, Entry
 from ottava.checkpoint.names import MANIFEST, MAX_JSON_BYTES, METADATA, STATE
 from ottava.checkpoint.storage import Folder
 
@@ -80,6 +81,17 @@ def check_shards(folder: Folder, reports: Sequence[Written], counts: Sequence[in
             raise CheckpointError(f"{report.file}: rank {rank} wrote {report.entry.bytes} bytes, the disk has {size}.")
         files[report.file] = report.entry
     return files
+
+
+def entries_of(
+    tensors: Mapping[str, Any], items: Sequence[Sequence[tuple[str, Box]]], reports: Sequence[Written]
+) -> dict[str, Entry]:
+    """The index. tensors: what has a dtype and a shape, by name; items: what each report's file was to hold, in its order."""
+    chunks: dict[str, list[Chunk]] = {name: [] for name in tensors}
+    for report, own in zip(reports, items):
+        for (name, (offset, shape)), (start, length) in zip(own, report.places):
+            chunks[name].append(Chunk(offset, shape, report.file, start, length))
+    return {name: Entry(held.dtype, held.shape, tuple(chunks[name])) for name, held in tensors.items()}
 
 
 def seal(

@@ -113,11 +113,8 @@ def _check_index(folder: Folder) -> int:
     count = 0
     for entry in _entries(folder).values():
         for chunk in entry.chunks:
-            elements = 1
-            for n in chunk.shape:
-                elements *= n
             with folder.open(chunk.file) as file:
-                find_data(file, chunk.file, chunk.start, chunk.length, elements * entry.dtype.itemsize)
+                find_data(file, chunk, entry.dtype)
             count += 1
     return count
 

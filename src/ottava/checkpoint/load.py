@@ -6,10 +6,12 @@ Nothing is written into the caller's tensors before every rank knows that every 
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -265,7 +267,7 @@ def plan_reads(opened: Opened, flat: Flat, wanted: set[str]) -> list[Read]:
                     if place not in positions:
                         if chunk.file not in files:
                             files[chunk.file] = stack.enter_context(opened.folder.open(chunk.file))
-                        positions[place] = _position(files[chunk.file], chunk, entry.dtype)
+                        positions[place] = find_data(files[chunk.file], chunk, entry.dtype)
                     part = target[within(common, box)]
                     covered += part.numel()
                     reads.append(Read(part, chunk, entry.dtype, within(common, chunk.box), positions[place]))
@@ -276,39 +278,26 @@ def plan_reads(opened: Opened, flat: Flat, wanted: set[str]) -> list[Read]:
     return reads
 
 
-def _position(file: BinaryIO, chunk: Chunk, dtype: torch.dtype) -> int:
-    elements = 1
-    for n in chunk.shape:
-        elements *= n
-    return find_data(file, chunk.file, chunk.start, chunk.length, elements * dtype.itemsize)
-
-
 def read_all(folder: Folder, reads: list[Read]) -> None:
     """Fills the tensors, file by file in the order of their bytes."""
     buffer = bytearray()
     ordered = sorted(reads, key=lambda r: (r.chunk.file, r.position))
-    with torch.no_grad(), ExitStack() as stack:
-        name, file = "", None
-        for read in ordered:
-            if file is None or read.chunk.file != name:
-                name = read.chunk.file
-                file = stack.enter_context(folder.open(name))
-            buffer = _read(file, read, buffer)
+    for name, own in groupby(ordered, lambda r: r.chunk.file):
+        with torch.no_grad(), folder.open(name) as file:
+            for read in own:
+                buffer = _read(file, read, buffer)
 
 
 def _read(file: BinaryIO, read: Read, buffer: bytearray) -> bytearray:
     """One part of one box, some rows at a time; returns the buffer, larger if it had to be."""
     shape, part, target = read.chunk.shape or (1,), read.part or (slice(0, 1),), read.target
     target = target.view(1) if target.dim() == 0 else target
-    row_bytes = read.dtype.itemsize
-    for n in shape[1:]:
-        row_bytes *= n
+    row_bytes = read.dtype.itemsize * math.prod(shape[1:])
     if _is_stretch(read, target, shape, part):
         memory = (ctypes.c_char * target.nbytes).from_address(target.data_ptr())
         _fill(file, read, memoryview(memory).cast("B"), read.position + part[0].start * row_bytes)
-        target.view(-1)[
-            :0
-        ].zero_()  # writes nothing, and tells everyone who watches the tensor's version that it was written
+        # Writes nothing, and tells everyone who watches the tensor's version that it was written.
+        target.view(-1)[:0].zero_()
         return buffer
     rows = max(1, _BLOCK_BYTES // row_bytes)
     for first in range(part[0].start, part[0].stop, rows):

@@ -97,10 +97,8 @@ def json_object(text: bytes, name: str) -> dict[str, Any]:
     """What the text of the file `name` says."""
     try:
         value = json.loads(text)
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # not JSON, not UTF-8, a number of thousands of digits, nested too deep
+    # Not JSON, not UTF-8, a number of thousands of digits; nested too deep.
+    except (ValueError, RecursionError) as error:
         raise InvalidCheckpoint.of(name, f"is not valid JSON (truncated or damaged): {str(error)[:120]}") from error
     if type(value) is not dict:
         raise InvalidCheckpoint.of(name, "is not a JSON object.")

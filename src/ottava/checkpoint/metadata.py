@@ -104,7 +104,7 @@ def _bad(reason: str) -> InvalidCheckpoint:
 
 
 def _expect(value: Any, kind: type, what: str) -> Any:
-    if type(value) is not kind:
+    if type(value) is not (_Keyed if kind is dict else kind):
         raise _bad(f"{what} is a {type(value).__name__}, expected a {kind.__name__}.")
     return value
 
@@ -132,10 +132,8 @@ def _places(storage: dict, sizes: Mapping[str, int]) -> dict[tuple[str, Index], 
     places = {}
     for key, record in storage.items():
         where, what = _fields(key, "MetadataIndex"), _fields(record, "_StorageInfo")
-        name, offset = (
-            _expect(where.get("fqn"), str, "the name of a stored box"),
-            _index(where.get("offset"), "the offset of a box"),
-        )
+        name = _expect(where.get("fqn"), str, "the name of a stored box")
+        offset = _index(where.get("offset"), "the offset of a box")
         file = check_file_name(what.get("relative_path"), METADATA)
         start, length = (_expect(what.get(k), int, f"{k} of a stored box") for k in ("offset", "length"))
         if what.get("transform_descriptors"):
@@ -221,6 +219,13 @@ class _Record:
         self.state = state
 
 
+class _Keyed(dict):
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if not isinstance(key, str | _Record):  # nested tuples are hashed for ever, or until the stack ends
+            raise _bad(f"has a {type(key).__name__} as a key.")
+        super().__setitem__(key, value)
+
+
 class _Dispatch(dict):
     def __missing__(self, code: int) -> Any:
         raise _bad(f"has the pickle instruction {chr(code)!r}, which no checkpoint needs: it was not read further.")
@@ -230,6 +235,7 @@ class _Reader(pickle._Unpickler):
     """The standard library's unpickler in Python (the one in C can be made to allocate by one instruction)."""
 
     dispatch = _Dispatch({code[0]: pickle._Unpickler.dispatch[code[0]] for code in _INSTRUCTIONS})
+    dispatch[pickle.EMPTY_DICT[0]] = lambda self: self.append(_Keyed())
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)

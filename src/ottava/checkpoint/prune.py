@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import suppress
 
 from ottava.checkpoint.errors import InvalidCheckpoint
 from ottava.checkpoint.manifest import check_sizes, read_manifest
@@ -29,8 +30,7 @@ def prune(
 
 
 def _usable(folder: Folder) -> bool:
-    try:
+    with suppress(InvalidCheckpoint, OSError):
         check_sizes(folder, read_manifest(folder))
-    except (InvalidCheckpoint, OSError):
-        return False
-    return True
+        return True
+    return False

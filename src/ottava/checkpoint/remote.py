@@ -71,9 +71,7 @@ class RemoteStorage:
         try:
             system, root = importlib.import_module("fsspec").core.url_to_fs(url)
         except ImportError as error:
-            raise ValueError(
-                f"{url}: {error}. Checkpoints that are not on a local path need the package 'fsspec'."
-            ) from error
+            raise ValueError(f"{url}: {error}. Checkpoints that are not local need the package 'fsspec'.") from error
         return cls(system, root)
 
     def folder(self, name: str) -> RemoteFolder:

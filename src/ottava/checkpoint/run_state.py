@@ -53,9 +53,8 @@ def model_state(
         >>> checkpoints.save(100, model_state(model, optimizer) | {"step": 100, "data": {"position": 6400}})
     """
     if optimizer is not None:
-        complete_state(
-            optimizer
-        )  # first: it reads stored weights, which may move the memory of parts of a matrix together
+        # First: it reads stored weights, which may move the memory of parts of a matrix together.
+        complete_state(optimizer)
     parameters = list(placed_parameters(model))
     state: dict[str, Any] = {"model": {p.name: _named(p.entry(), "model") for p in parameters}}
     state["model"] |= {name: _whole(buffer) for name, buffer in _buffers(model)}

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from ottava.checkpoint.boxes import Box, part_of
 from ottava.checkpoint.errors import CheckpointError
-from ottava.checkpoint.files import About, Written, check_shards, encode_state, seal, write_shard
+from ottava.checkpoint.files import About, Written, check_shards, encode_state, entries_of, seal, write_shard
 from ottava.checkpoint.flat import Flat, flatten
-from ottava.checkpoint.metadata import Chunk, Entry
 from ottava.checkpoint.names import shard_name
 from ottava.checkpoint.plan import Item, Offer, SavePlan, make_plan, offer
 from ottava.checkpoint.prune import prune
@@ -175,14 +174,13 @@ class Save:
         files = check_shards(self.folder, reports, [len(items) for items in plan.items])
         options.hook("manifest")
         about = About(self.step, len(reports), plan.meshes, options.hash)
-        seal(self.folder, about, _entries(plan, reports), plan.paths, encode_state(plan.values, options.config), files)
+        entries = entries_of(plan.tensors, plan.items, reports)
+        seal(self.folder, about, entries, plan.paths, encode_state(plan.values, options.config), files)
         options.hook("rename")
         published = self.storage.publish(self.folder, self.step)
         options.hook("prune")
         options.rotten.discard(self.step)
-        with suppress(
-            OSError
-        ):  # the checkpoint is there; what cannot be removed now is tried again after the next save
+        with suppress(OSError):  # the checkpoint is there; the rest is tried again after the next save
             prune(self.storage, self.step, options.keep_last, options.keep_every, options.rotten)
         return published.name
 
@@ -200,11 +198,3 @@ def _standalone(source: Tensor) -> Tensor:
     """`source` as a contiguous CPU tensor with nothing else in its storage: torch.save writes whole storages."""
     tensor = source.cpu().contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-
-
-def _entries(plan: SavePlan, reports: Sequence[Written]) -> dict[str, Entry]:
-    chunks: dict[str, list[Chunk]] = {name: [] for name in plan.tensors}
-    for report, items in zip(reports, plan.items):
-        for (name, (offset, shape)), (start, length) in zip(items, report.places):
-            chunks[name].append(Chunk(offset, shape, report.file, start, length))
-    return {name: Entry(held.dtype, held.shape, tuple(chunks[name])) for name, held in plan.tensors.items()}

@@ -40,7 +40,7 @@ class StopSignal:
 
     def anywhere(self, team: Team) -> bool:
         """Whether any rank was asked to stop. Ranks get the signal at different times, and must end after the same step."""
-        return team.any(self.requested)
+        return team.agree("comparing a flag", lambda: self.requested, any)
 
     def __enter__(self) -> Self:
         kept = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]

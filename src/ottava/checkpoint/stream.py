@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from ottava.checkpoint.boxes import Box, Index
-from ottava.checkpoint.files import About, check_shards, seal, write_shard
+from ottava.checkpoint.files import About, check_shards, entries_of, seal, write_shard
 from ottava.checkpoint.flat import Path
-from ottava.checkpoint.metadata import Chunk, Entry
 from ottava.checkpoint.names import shard_name
 from ottava.checkpoint.storage import Location, Storage
 
@@ -43,11 +42,7 @@ def write_streams(
             write_shard(folder, shard_name(i), (streams[name].read(box) for name, box in own), about.hash)
             for i, own in enumerate(items)
         ]
-        chunks: dict[str, list[Chunk]] = {name: [] for name in streams}
-        for report, own in zip(reports, items):
-            for (name, (offset, shape)), (start, length) in zip(own, report.places):
-                chunks[name].append(Chunk(offset, shape, report.file, start, length))
-        entries = {name: Entry(s.dtype, s.shape, tuple(chunks[name])) for name, s in streams.items()}
+        entries = entries_of(streams, items, reports)
         paths: dict[str, Path] = {name: tuple(name.split(".")) for name in streams}
         seal(folder, about, entries, paths, state, check_shards(folder, reports, [len(own) for own in items]))
         return storage.publish(folder, about.step).path

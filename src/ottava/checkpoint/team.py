@@ -59,17 +59,12 @@ class Team:
                 verdicts = [(False, failures)] * self.size
             else:
                 verdicts = [(True, c) for c in combined] if scatter else [(True, combined)]
-        passed, verdict = (
-            self._scatter(what, verdicts) if scatter else self._broadcast(what, verdicts[0] if verdicts else None)
-        )
+        answer = self._scatter(what, verdicts) if scatter else self._broadcast(what, verdicts[0] if verdicts else None)
+        passed, verdict = answer
         if not passed:
             kind = ValueError if any(f.mistake for f in verdict) else CheckpointError
             raise kind(f"{what}: {joined(verdict, self.size)}")
         return verdict
-
-    def any(self, flag: bool) -> bool:
-        """Whether `flag` is true in any rank."""
-        return self.agree("comparing a flag", lambda: flag, any)
 
     def _work(self, work: Callable[[], Any], rank: int | None) -> Any:
         """What `work` returns; what it raises, as the Failure of `rank`."""

@@ -16,6 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sub.add_argument("--tokenizer", default="byte", help='"byte" (default), or the path of a tokenizer.json')
     sub.add_argument("--field", default="text", help="where JSONL and parquet have the text (default: text)")
     sub.add_argument("--end-token", help="the token that ends a document, if it has an unusual name")
+    sub.add_argument("--overwrite", action="store_true", help="replace the token file if it exists")
     sub.set_defaults(run=_tokenize)
 
 
@@ -23,7 +24,8 @@ def _tokenize(options: argparse.Namespace) -> int:
     from ottava.train.tokenize import tokenize
 
     try:
-        print(tokenize(options.inputs, options.output, options.tokenizer, options.field, options.end_token))
+        words = (options.output, options.tokenizer, options.field, options.end_token, options.overwrite)
+        print(tokenize(options.inputs, *words))
     except (ValueError, OSError) as error:
         print(f"ottava data tokenize: {error}", file=sys.stderr)
         return 2

@@ -90,9 +90,8 @@ def _stashing(scales: list[Tensor]) -> Iterator[None]:
         yield
     finally:
         if outer is not None and RECOMPUTE.stash is not None:
-            outer.extend(
-                RECOMPUTE.stash
-            )  # a checkpoint inside another: the outer recomputation meets these modules too
+            # A checkpoint inside another: the outer recomputation meets these modules too.
+            outer.extend(RECOMPUTE.stash)
         RECOMPUTE.stash = outer
 
 

@@ -272,9 +272,8 @@ def set_parallel_modes(model: nn.Module) -> None:
 
 def _warn_of_shared_masks(model: nn.Module, tp_mesh: DeviceMesh) -> None:
     """Dropout that would draw the same mask for different heads or tokens of the ranks."""
-    if (
-        tp_mesh.size() == 1 or torch.distributed.get_backend(tp_mesh.get_group()) == "fake"
-    ):  # "fake": memory is estimated
+    # "fake": memory is estimated.
+    if tp_mesh.size() == 1 or torch.distributed.get_backend(tp_mesh.get_group()) == "fake":
         return
     for module in model.modules():
         heads = isinstance(module, DotProductAttention) and module.attention_dropout > 0.0

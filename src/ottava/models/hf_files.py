@@ -222,9 +222,11 @@ class _Theirs:
 
     def __init__(self, folder: Path, described: Mapping[str, Any]) -> None:
         quantization = described.get("quantization_config") or {}
+        if not isinstance(quantization, Mapping):
+            raise ValueError(f"{folder.name}: {CONFIG} has a {type(quantization).__name__} as quantization_config.")
         if quantization and quantization.get("quant_method") != "fp8":
             raise ValueError(f"{folder.name}: cannot read weights quantized by {quantization.get('quant_method')!r}.")
-        self._block = tuple(quantization.get("weight_block_size") or (BLOCK, BLOCK))
+        self._block = _block_size(quantization.get("weight_block_size") or [BLOCK, BLOCK], folder)
         single, index = folder / "model.safetensors", folder / INDEX
         names = [single.name] if single.exists() and not index.exists() else sorted(set(_weight_map(index).values()))
         self._file_of = {name: file for n in names for file in [File(folder / n)] for name in file.specs}
@@ -273,9 +275,22 @@ class _Theirs:
         if scale is None:
             return tensor
         of_block = scale.read(name + SCALE).float()
-        for dim, size in enumerate(self._block):
-            of_block = of_block.repeat_interleave(size, dim).narrow(dim, 0, tensor.shape[dim])
+        blocks = tuple(-(-size // block) for size, block in zip(tensor.shape, self._block))
+        if tensor.dim() != 2 or tuple(of_block.shape) != blocks:
+            raise ValueError(f"{name + SCALE} must have the shape {blocks}, got {tuple(of_block.shape)}.")
+        for dim, block in enumerate(self._block):
+            within = torch.arange(tensor.shape[dim]) // block  # no more memory than the tensor's, however large a block
+            of_block = of_block.index_select(dim, within)
         return tensor * of_block
+
+
+def _block_size(found: Any, folder: Path) -> tuple[int, int]:
+    """What `weight_block_size` says, if it is two numbers."""
+    if not isinstance(found, list) or len(found) != 2 or not all(type(n) is int and 1 <= n <= 1 << 20 for n in found):
+        raise ValueError(
+            f"{folder.name}: {CONFIG} has weight_block_size {str(found)[:80]}: expected two numbers from 1."
+        )
+    return found[0], found[1]
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -103,6 +103,11 @@ class File:
         for name, entry in header.items():
             if name != "__metadata__":
                 self._add(name, entry, 8 + length, size)
+        ends = 0
+        for name in sorted(self.specs, key=lambda n: (self._places[n], self.specs[n].nbytes)):
+            if self._places[name] < ends:
+                raise ValueError(f"{path.name}: the entry of {name[:80]!r} overlaps another's bytes.")
+            ends = self._places[name] + self.specs[name].nbytes
 
     def _add(self, name: str, entry: object, start: int, size: int) -> None:
         try:

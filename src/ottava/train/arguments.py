@@ -18,6 +18,7 @@ from ottava.train.config import Config
 from ottava.train.presets import presets
 
 DEFAULT_PRESET = "debug"
+MOST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,18 @@ def _read(source: str | None) -> tuple[Config, list[str]]:
         return preset(source), []
     path = Path(source)
     try:
+        if path.exists() and not path.is_file():  # opening a pipe would wait for ever
+            raise ValueError(f"{path} cannot be read: it is not a file.")
+        if path.is_file() and path.stat().st_size > MOST_BYTES:
+            raise ValueError(f"{path} has {path.stat().st_size} bytes; a configuration has at most {MOST_BYTES}.")
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
+    except RecursionError as error:
+        raise ValueError(f"{path} is not a configuration: it is nested too deep.") from error
     except ValueError as error:
+        if str(path) in str(error):
+            raise
         raise ValueError(f"{path} is not TOML: {error}.") from error
     base = Config()
     if "preset" in table:

@@ -290,6 +290,8 @@ class MetricsSection:
     """Its project."""
     prometheus_port: int | None = None
     """Port on which rank 0 serves metrics to Prometheus. 0: any free one. None: no server."""
+    prometheus_address: str = "127.0.0.1"
+    """Address that it listens on. 0.0.0.0: every interface of the machine, for a server on another."""
     fp8_every: int = 50
     """Steps between two looks at the FP8 health of every layer. 0: never."""
     measure_peak: bool = False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import sys
 import tempfile
 import threading
@@ -26,6 +27,7 @@ from ottava.train.signals import LauncherSignals, RankSignals, held_back, let_th
 if TYPE_CHECKING:
     from ottava.train.watchdog import FrozenRanks
 
+LOOPBACK = "127.0.0.1"
 GRACE_S = 15.0
 """Ranks get this long to end by themselves after one has failed: the others may wait for it in a collective."""
 STALLED_GRACE_S = 8.0
@@ -92,7 +94,9 @@ def _start(config: Config, count: int) -> int:
 
     from ottava.train.watchdog import FrozenRanks
 
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    listener = socket.create_server((LOOPBACK, 0))  # by itself the store would listen on all interfaces
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="ottava-") as folder:
         processes = [
@@ -124,7 +128,7 @@ def _rank(config: Config, rank: int, count: int, port: int, folder: str) -> None
     stop.__enter__()
     let_through()
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    code, text = run_rank(config, Place(rank, count, rank, count, "localhost", port), stop)
+    code, text = run_rank(config, Place(rank, count, rank, count, LOOPBACK, port), stop)
     if text:
         (Path(folder) / f"{rank}.txt").write_text(text, encoding="utf-8")
     settle()

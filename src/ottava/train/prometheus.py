@@ -26,7 +26,7 @@ class Prometheus:
         >>> sink = Prometheus(port=9100, mfu_baseline=0.42)
     """
 
-    def __init__(self, port: int, mfu_baseline: float | None = None, address: str = "0.0.0.0") -> None:
+    def __init__(self, port: int, mfu_baseline: float | None = None, address: str = "127.0.0.1") -> None:
         try:
             from prometheus_client import CollectorRegistry, Gauge, start_http_server
         except ImportError as error:

@@ -172,7 +172,7 @@ def _sinks(config: Config) -> list[Sink]:
         wanted.append(lambda: WandB(folder, section.wandb_project, section.wandb, asdict(config)))
     if section.prometheus_port is not None:
         port = section.prometheus_port
-        wanted.append(lambda: Prometheus(port, section.mfu_baseline))
+        wanted.append(lambda: Prometheus(port, section.mfu_baseline, section.prometheus_address))
     sinks = []
     for make in wanted:
         try:

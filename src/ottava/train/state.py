@@ -24,7 +24,8 @@ from ottava.checkpoint import (
 )
 from ottava.checkpoint.errors import listed
 from ottava.models import LlamaConfig
-from ottava.models.hf_files import described
+from ottava.models.hf_files import DESCRIBED, described
+from ottava.models.hf_llama import config_from_hf
 from ottava.train.config import Config
 from ottava.train.exits import NonFinite
 from ottava.train.model import DistributedModel
@@ -77,11 +78,27 @@ class RunState:
         except ValueError as error:
             flags = "checkpoint.allow_missing, allow_extra, allow_shape and allow_dtype"
             raise ValueError(f"{error}\nIn a configuration these are {flags}.") from error
+        assert loaded is not None
+        self._check_shape(chosen, loaded.config)
         if bad := self._non_finite(model_state(self.model.module, self.optimizer)):
             raise ValueError(
                 f"checkpoint.load {chosen}: {listed(bad, 4)} is not finite there. Take another checkpoint."
             )
         return loaded
+
+    def _check_shape(self, chosen: str, config: Any) -> None:
+        """Tensors may fit a model of other heads, eps or theta, which would train and be exported as what it is not."""
+        found, shape = config.get(DESCRIBED) if isinstance(config, dict) else None, self.model.shape
+        if not isinstance(found, dict) or not isinstance(shape, LlamaConfig):
+            return
+        made = config_from_hf(found)
+        differences = [
+            f"model.{name} is {getattr(made, name)} there and {getattr(shape, name)} here"
+            for name in ("heads", "kv_heads", "norm_eps", "rope_theta", "tie_embeddings")
+            if getattr(made, name) != getattr(shape, name)
+        ]
+        if differences:
+            raise ValueError(f"checkpoint.load {chosen} is of another model: {'; '.join(differences)}.")
 
     def load(self, below: int | None = None) -> Loaded | None:
         """Restores the newest checkpoint of the run that verifies and holds finite numbers alone; None if there is none at all.

@@ -81,7 +81,9 @@ class JsonTokenizer:
             raise ValueError(f"There is no tokenizer at {path}: give 'byte', or the path of a tokenizer.json.")
         try:
             self._backend = Backend.from_file(str(path))
-        except Exception as error:  # the backend raises plain Exception
+        except BaseException as error:  # the backend raises plain Exception; a panic of its is not even that
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise ValueError(f"{path} is not a tokenizer.json: {error}") from error
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -202,15 +204,34 @@ def tokenize(
     tokenizer: str = "byte",
     field: str = "text",
     end_token: str | None = None,
+    overwrite: bool = False,
 ) -> TokenFile:
     """Writes the documents of `paths` (see `read_documents`) as a token file. This is `ottava data tokenize`.
 
+    overwrite: whether a file that exists may be replaced; one that is among the sources never is.
+
     >>> tokenize(["corpus.jsonl"], "corpus.tokens", tokenizer="llama3/tokenizer.json")
     """
+    sources = [Path(path) for path in paths]
+    _check_output(Path(output), sources, tokenizer, overwrite)
     turn = load_tokenizer(tokenizer, end_token)
     return write_token_file(
-        output, _encoded(read_documents(paths, field), turn), turn.vocab_size, turn.name, turn.end_token
+        output, _encoded(read_documents(sources, field), turn), turn.vocab_size, turn.name, turn.end_token
     )
+
+
+def _check_output(output: Path, sources: list[Path], tokenizer: str, overwrite: bool) -> None:
+    """ValueError if writing `output` would destroy something."""
+    if not output.exists():
+        return
+    files = [*sources, *([Path(tokenizer)] if tokenizer != "byte" else [])]
+    if any(file.exists() and output.samefile(file) for file in files):
+        raise ValueError(f"{output} is what is read: give the token file another name.")
+    inside = [source for source in sources if source.is_dir() and output.resolve().is_relative_to(source.resolve())]
+    if inside:
+        raise ValueError(f"{output} lies in {inside[0]}, which is read: give the token file another place.")
+    if not overwrite:
+        raise ValueError(f"{output} exists: give another name, or --overwrite to replace it.")
 
 
 def _encoded(texts: Iterator[str], tokenizer: Tokenizer) -> Iterator[Any]:
