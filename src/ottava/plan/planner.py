@@ -15,7 +15,7 @@ from ottava.plan.chart import advice
 from ottava.plan.cluster import Cluster
 from ottava.plan.devices import RATE_OF_RECIPE
 from ottava.plan.footprint import ElementBytes, Footprint, footprint
-from ottava.plan.layouts import TOO_FEW_SEQUENCES, Layout, layouts, tp_sizes
+from ottava.plan.layouts import CANNOT_COMPILE, NEEDS_ONE_RANK, TOO_FEW_SEQUENCES, Layout, layouts, tp_sizes
 from ottava.plan.model_size import ModelSize
 from ottava.plan.step_time import StepTime, step_time
 from ottava.train.config import Config
@@ -89,6 +89,8 @@ def plan_run(config: Config, cluster: Cluster, tokens: float | None = None, docu
     """
     size = ModelSize.of(config)
     _check_recipe(config, cluster)
+    if config.parallel.cpu_offload:
+        raise ValueError("A plan does not know how fast host memory is: leave parallel.cpu_offload off.")
     dropped: Counter[str] = Counter()
     within = document if config.data.document_mask else None
     fitting, considered = [], 0
@@ -154,6 +156,9 @@ def _nothing(config: Config, size: ModelSize, cluster: Cluster, closest: float |
     """Why, and the smallest number of GPUs that would do."""
     if closest is None:
         tps = tp_sizes(config, size, cluster.island)
+        refused = [why for why in (NEEDS_ONE_RANK, CANNOT_COMPILE) if dropped[why]]
+        if refused:
+            return f"No layout of {cluster.gpus} GPUs is possible: {'; '.join(refused)}. Leave that off, or take another recipe."
         sequences, most = config.train.global_batch, tps[-1]
         if dropped[TOO_FEW_SEQUENCES]:
             needed = -(-cluster.gpus // most)
