@@ -95,6 +95,7 @@ def test_a_recipe_is_available_where_the_gemm_multiplies_it_natively(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
+    gemm._pair_on.cache_clear()  # no real device changes its capability
     went: list[str] = []
     for path, answer in (("_scaled_mm", "emulated"), ("_cublas_tensorwise", "native"), ("_cublas_blockwise", "native")):
         monkeypatch.setattr(gemm, path, lambda *_, answer=answer: went.append(answer))

@@ -12,6 +12,7 @@ import ottava
 from ottava import recipe
 from ottava.graphs import Rerun
 from ottava.graphs.callables import _Options, graph_modules
+from ottava.quant.delayed import DelayedState
 
 RECIPES = {
     "none": None,
@@ -100,6 +101,40 @@ def test_delayed_scales_change_once_an_autocast_however_many_replays_are_inside(
     assert not graphed.delayed.fwd_scale[:2].eq(1).any()
 
 
+def test_the_updates_of_a_layer_are_one_launch_each_way() -> None:
+    layers = [_make("layer"), _make("layer")]
+    sample = torch.randn(32, 4, HIDDEN, requires_grad=True)
+    chosen = RECIPES["delayed"]
+    graph_modules(tuple(layers), ((sample,), (sample,)), None, _Options(enabled=True, recipe=chosen), Rerun())
+    launched = []
+    for number, layer in enumerate(layers):
+        states = [m for m in layer.modules() if isinstance(m, DelayedState)]
+        found = [(way, recorded) for m in states for way, recorded in m.recorded_updates.items()]
+        assert sorted(way for way, _ in found) == [False, True]
+        for state in states:
+            for way, recorded in list(state.recorded_updates.items()):
+                assert set(map(id, recorded.states)) == set(map(id, states))
+                note = (number, way)
+                replay = recorded.replay
+                state.recorded_updates[way] = recorded._replace(
+                    replay=lambda note=note, replay=replay: (launched.append(note), replay())
+                )
+    with ottava.autocast(recipe=chosen):
+        y = layers[1](layers[0](sample))
+    y.sum().backward()
+    assert launched == [(0, True), (1, True), (1, False), (0, False)]
+
+
+def test_an_update_by_another_recipe_is_not_the_recorded_one() -> None:
+    first, other = RECIPES["delayed"], recipe.DelayedScaling(margin=2, amax_history_len=4)
+    graphed, plain = _make("linear"), _make("linear")
+    graph_modules(graphed, (torch.randn(8, HIDDEN),), None, _Options(enabled=True, recipe=first), Rerun())
+    for module in (graphed, plain):
+        with torch.enable_grad(), ottava.autocast(recipe=other):
+            type(module).forward(module, torch.full((8, HIDDEN), 3.0))
+    assert _equal(list(graphed.buffers()), list(plain.buffers()))
+
+
 def test_without_autocast_around_a_replay_updates_by_itself() -> None:
     chosen = RECIPES["delayed"]
     graphed, plain = _make("linear"), _make("linear")
@@ -124,6 +159,44 @@ def test_two_modules_are_graphed_together_and_pass_gradients_on() -> None:
         y.sum().backward()
         found.append([y.detach(), x.grad, *(p.grad for m in (first, second) for p in m.parameters())])
     assert _equal(*found)
+
+
+def test_is_first_microbatch_none_is_what_a_call_without_it_is() -> None:
+    module, plain = _make("linear"), _make("linear")
+    graph_modules(module, (torch.randn(8, HIDDEN),), None, _Options(), Rerun())
+    x = torch.randn(8, HIDDEN)
+    assert torch.equal(module(x, is_first_microbatch=None), plain(x))
+
+
+def test_hooks_at_capture_time_run_then_and_never_again() -> None:
+    seen: list[str] = []
+    kinds = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+    hooks = [{kind: {0: lambda m, kind=kind: seen.append(kind)} for kind in kinds}]
+    module = _make("linear")
+    options = _Options(
+        warm_ups=1, before_warm_up=lambda: seen.append("begin"), after_warm_up=lambda: seen.append("end")
+    )
+    graph_modules(module, (torch.randn(8, HIDDEN, requires_grad=True),), None, options, Rerun(), hooks)
+    assert seen == ["begin", *kinds, "end", *kinds]
+    module(torch.randn(8, HIDDEN)).sum().backward()
+    assert len(seen) == 10
+
+
+def test_gradients_that_go_into_main_grad_are_added_by_replays_alone() -> None:
+    modules = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        module = ottava.Linear(HIDDEN, HIDDEN, bias=False, fuse_wgrad_accumulation=True, device="cpu")
+        module.weight.main_grad = torch.ones(HIDDEN, HIDDEN)
+        modules.append(module)
+    graph_modules(modules[0], (torch.randn(8, HIDDEN),), None, _Options(), Rerun())
+    assert modules[0].weight.main_grad.eq(1).all()
+    x = torch.randn(8, HIDDEN)
+    for module in modules:
+        for _ in range(2):
+            module(x).sum().backward()
+    assert torch.equal(modules[0].weight.main_grad, modules[1].weight.main_grad)
+    assert modules[0].weight.grad_added_to_main_grad
 
 
 def test_gradients_accumulate_and_outlive_the_next_replay() -> None:

@@ -1,13 +1,14 @@
 """`make_graphed_callables`: modules whose forward and backward are a graph each, with the recipe, FP8 weights and delayed scaling inside.
 
 [Note: what a graph holds] Of a forward: casts, products, and `record_amax_` into the live amax history. Of a backward: the same. Not the
-update of delayed scaling, which a forward leaves to the outermost `autocast` and a backward to its end: it runs then, after a
-replay as after an eager pass, once. A copy of a weight that is kept from the first microbatch on (cache_quantized_params) is made by a
-graph for first microbatches and read by another one for later ones; they share their memory.
+update of delayed scaling, which a forward leaves to the outermost `autocast` and a backward to its end: it runs then, after a replay as
+after an eager pass, once, and is a small graph of its own. A copy of a weight that is kept from the first microbatch on
+(cache_quantized_params) is made by a graph for first microbatches and read by another one for later ones; they share their memory.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,10 +23,13 @@ from ottava.notices import warn_once
 from ottava.quant.delayed import (
     BUFFERS,
     DelayedState,
+    RecordedUpdate,
     collecting_backward,
     collecting_forward,
     replayed_forward,
     schedule_backward_update,
+    step_states,
+    updates_without_the_host,
 )
 from ottava.quant.state import CURRENT, autocast
 from ottava.recipe import Recipe
@@ -182,6 +186,9 @@ def graph_modules(
                 one.variants[first].record_forward(recorder)
             for one in reversed(graphed):
                 one.variants[first].record_backward(recorder)
+        apart = recorder.apart()
+        for one in graphed:
+            _record_updates(next(iter(one.variants.values())), apart)
     for one in graphed:
         one.take_over()
     return chosen if several else chosen[0]
@@ -199,6 +206,16 @@ def _warm_up(graphed: list[_GraphedModule], options: _Options, recorder: Recorde
                 recorder.warm_up(one.hooked_backward)
     if options.after_warm_up is not None:
         options.after_warm_up()
+
+
+def _record_updates(one: _Pass, recorder: Recorder) -> None:
+    """Makes the updates that follow a replay one launch each: of a layer they are several, and take the host longer than its graph."""
+    for states, forward in ((one.forward_states, True), (one.backward_states, False)):
+        if updates_without_the_host(states):
+            step = functools.partial(step_states, states, forward)
+            recorder.warm_up(step)
+            recipes = [state.recipe for state in states]
+            states[0].recorded_updates[forward] = RecordedUpdate(states, recipes, recorder.record(step))
 
 
 def _check_module(module: Any, hooks: dict[str, dict] | None) -> None:
@@ -263,6 +280,7 @@ class _GraphedModule:
         self.module, self.context, self.options, self.hooks = module, context, options, hooks
         self.eager, self.training = module.forward, module.training
         kwargs = {name: value for name, value in kwargs.items() if not (options.caching and name == FIRST)}
+        self.names = set(kwargs)
         leaves, self.spec = torch_private.tree_flatten((tuple(args), kwargs))
         self.leaves = [_static(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.inputs = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
@@ -307,6 +325,8 @@ class _GraphedModule:
     def _first(self, kwargs: dict[str, Any]) -> bool | None:
         """Takes is_first_microbatch out of the arguments, where it chooses the graph."""
         if not self.options.caching:
+            if kwargs.get(FIRST, 0) is None and FIRST not in self.names:  # as if it had not been given
+                del kwargs[FIRST]
             return None
         first = kwargs.pop(FIRST, None)
         if first not in (True, False):

@@ -30,6 +30,10 @@ class Recorder(Protocol):
         """What launches the work of `run` again and returns its tensors, the same ones each time."""
         ...
 
+    def apart(self) -> Recorder:
+        """Another one, for work that may be replayed at any time between that of this one."""
+        ...
+
 
 class CudaRecorder:
     """Records CUDA graphs on a stream of its own; all of them share a memory pool, so they have to be replayed in the order of recording.
@@ -75,6 +79,10 @@ class CudaRecorder:
 
         return replay
 
+    def apart(self) -> CudaRecorder:
+        """With memory of its own."""
+        return CudaRecorder()
+
 
 class Rerun:
     """Stands for a `CudaRecorder` where there is no GPU: a replay runs the function again, and writes over what it returned before.
@@ -103,3 +111,7 @@ class Rerun:
             return kept
 
         return replay
+
+    def apart(self) -> Rerun:
+        """Itself: every run has memory of its own."""
+        return self

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,20 @@ class Groups(tuple):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Groups, ()
+
+
+class RecordedUpdate(NamedTuple):
+    """The update of several states as one launch (`ottava.graphs`), good while they have these recipes."""
+
+    states: list[DelayedState]
+    recipes: list[DelayedScaling | None]
+    replay: Callable[[], Any]
+
+    def serves(self, states: list[DelayedState]) -> bool:
+        """Whether these are the states, with the recipes that were recorded."""
+        return len(states) == len(self.states) and all(
+            a is b and a.recipe is recipe for a, b, recipe in zip(states, self.states, self.recipes)
+        )
 
 
 class ScalingView:
@@ -94,15 +108,18 @@ class DelayedState(nn.Module):
         """What the last `autocast` was given as amax_reduction_group."""
         self.data_groups: tuple[Any, ...] = ()
         """All ranks that run the module, as what wrapped the model knows them: amax is reduced over these, one after the other."""
+        self.recorded_updates: dict[bool, RecordedUpdate] = {}
+        """Of forward (True) and backward, where this state is the first of several that are updated by one launch."""
         self.id = _next_id()
         _BY_ID[self.id] = self
 
     def __getstate__(self) -> dict[str, Any]:
         # Process groups are handles of this process. The next forward sets `group` again; who copies a model wraps it anew.
-        return {**self.__dict__, "group": None, "data_groups": (), "recorded": False}
+        return {**self.__dict__, "group": None, "data_groups": (), "recorded": False, "recorded_updates": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.recorded_updates = {}
         self.id = _next_id()  # a copy is another state
         _BY_ID[self.id] = self
 
@@ -273,8 +290,31 @@ def _unique(states: list[DelayedState]) -> list[DelayedState]:
 def _update(states: list[DelayedState], forward: bool) -> None:
     with torch.no_grad():
         _reduce_amax([s for s in states if s.recipe is not None and s.recipe.reduce_amax], forward)
+        at = 0
+        while at < len(states):
+            recorded = states[at].recorded_updates.get(forward)
+            if recorded is not None and recorded.serves(states[at : at + len(recorded.states)]):
+                recorded.replay()
+                at += len(recorded.states)
+            else:
+                _step(states[at], forward)
+                at += 1
+
+
+def updates_without_the_host(states: list[DelayedState]) -> bool:
+    """Whether the update of these states can be recorded: a user's own functions may do anything."""
+    recipes = [state.recipe for state in states]
+    return bool(states) and not any(
+        r is None or callable(r.amax_compute_algo) or r.scaling_factor_compute_algo is not None for r in recipes
+    )
+
+
+def step_states(states: list[DelayedState], forward: bool) -> tuple[()]:
+    """What is recorded of an update: the next scales, from what was recorded and reduced over ranks."""
+    with torch.no_grad():
         for state in states:
             _step(state, forward)
+    return ()
 
 
 def _reduce_amax(states: list[DelayedState], forward: bool) -> None:
