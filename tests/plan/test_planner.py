@@ -200,6 +200,13 @@ def test_what_train_would_refuse_is_not_planned() -> None:
         plan_run(replace(base, parallel=replace(base.parallel, cpu_offload=True)), Cluster.of("h200", 8))
 
 
+def test_documents_make_attention_cheaper() -> None:
+    whole, packed = (plan_run(preset("llama3-8b"), Cluster.of("h200", 8), document=d) for d in (None, 1000.0))
+    assert packed.winner.time.parts["attention"] < 0.6 * whole.winner.time.parts["attention"]
+    with pytest.raises(ValueError, match="data.document_mask"):
+        plan_run(preset("gpt2"), Cluster.of("h200", 8), document=1000.0)
+
+
 def test_a_configuration_has_a_layout_of_its_own() -> None:
     layout = layout_of(preset("llama3-70b"), 64)
     assert (layout.replicate, layout.shard, layout.tp, layout.accumulate) == (1, 8, 8, 64)

@@ -57,7 +57,8 @@ class States:
 
     def __str__(self) -> str:
         stored = "FP8" if self.fp8_weights else self.weights
-        return f"{stored} weights, {self.moments} moments, {self.gradients} gradients"
+        gradients = self.gradients if self.weights == "float32" else self.weights  # of the weights' own type
+        return f"{stored} weights, {self.moments} moments, {gradients} gradients"
 
 
 @dataclass(frozen=True)

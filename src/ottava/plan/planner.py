@@ -91,8 +91,11 @@ def plan_run(config: Config, cluster: Cluster, tokens: float | None = None, docu
     _check_recipe(config, cluster)
     if config.parallel.cpu_offload:
         raise ValueError("A plan does not know how fast host memory is: leave parallel.cpu_offload off.")
+    if document is not None and (document <= 0 or not config.data.document_mask):
+        raise ValueError(
+            f"A mean document of {document:g} tokens is for data.document_mask, which is {config.data.document_mask}, and above 0."
+        )
     dropped: Counter[str] = Counter()
-    within = document if config.data.document_mask else None
     fitting, considered = [], 0
     limit = cluster.gpu.memory_gib * 2**30 * USABLE
     bytes_, bound, closest = ElementBytes.of(config), _bound(config, cluster), None
@@ -104,7 +107,7 @@ def plan_run(config: Config, cluster: Cluster, tokens: float | None = None, docu
             dropped[DOES_NOT_FIT] += 1
             closest = min(memory.total, closest or memory.total)
             continue
-        time = step_time(config, size, bytes_, cluster, layout, within)
+        time = step_time(config, size, bytes_, cluster, layout, document)
         rate = step_tokens / time.total
         score = rate * layout.handicap(cluster.island)
         fitting.append(Candidate(layout, memory, time, rate, bound.mfu(size.flops, rate / cluster.gpus), score))
@@ -118,7 +121,7 @@ def plan_run(config: Config, cluster: Cluster, tokens: float | None = None, docu
     whole = any(candidate.layout.shard == candidate.layout.tp == 1 for candidate in fitting)
     near = any(candidate.layout.shard * candidate.layout.tp <= cluster.island for candidate in fitting)
     words = advice(config, cluster, shown[0].layout, shown[0].time, whole, near)
-    return Plan(config, cluster, shown, considered, dict(dropped), budget, words, within)
+    return Plan(config, cluster, shown, considered, dict(dropped), budget, words, document)
 
 
 def _best_of_each_mesh(fitting: list[Candidate], dropped: Counter[str]) -> list[Candidate]:
