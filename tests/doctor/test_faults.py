@@ -13,8 +13,6 @@ import pytest
 from doctor import faulty_ranks as faulty
 from ottava.doctor import Options
 
-QUICK = Options(seconds=0.2, timeout=30.0, space_gib=0.001)
-
 
 def problems(report: dict[str, Any]) -> list[tuple[str, list[int]]]:
     return [(f["check"], list(f["ranks"])) for f in report["findings"] if f["status"] == "problem"]
@@ -36,6 +34,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.slow
 def test_sound_ranks_are_sound(tmp_path) -> None:
     found = faulty.reports(3, {}, Options(run=str(tmp_path), seconds=0.2, timeout=30.0))
     assert problems(found[0]) == [] and found[0]["sound"], found[0]
@@ -82,6 +81,7 @@ def test_a_wrong_interface_and_two_ranks_on_one_gpu(tmp_path) -> None:
     assert "not measured until" in str(found["findings"])
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_named(tmp_path) -> None:
     found = faulty.reports(2, {1: [faulty.busy]}, Options(run=str(tmp_path), seconds=0.4, timeout=60.0))[0]
     named = [f for f in found["findings"] if f["check"] == "speed" and list(f["ranks"]) == [1]]
@@ -134,6 +134,7 @@ def cluster() -> Iterator[list[str]]:
         subprocess.run(["ip", "link", "del", bridge], capture_output=True, check=False)
 
 
+@pytest.mark.slow
 def test_a_slow_link_is_named_by_its_pair(cluster, tmp_path) -> None:
     faults = {rank: [faulty.InNamespace(name, "eth1")] for rank, name in enumerate(cluster)}
     options = Options(run=str(tmp_path), seconds=0.1, timeout=60.0)

@@ -16,7 +16,7 @@ from ottava.plan import Cluster, NothingFits, estimate, plan_run
 from ottava.plan.calibrate import calibrate
 from ottava.plan.devices import find_gpu, known_gpus, short_name, write_entry
 from ottava.plan.footprint import SPACE, ElementBytes, footprint
-from ottava.plan.layouts import Layout, States, layouts
+from ottava.plan.layouts import Layout, States, layout_of, layouts
 from ottava.plan.links import Fabric, Group, Link
 from ottava.plan.model_size import ModelSize
 from ottava.plan.show import as_html, as_json, mesh_picture
@@ -188,6 +188,29 @@ def test_what_does_not_fit_says_what_would() -> None:
     endless = replace(endless, data=replace(endless.data, length=2**22))
     with pytest.raises(NothingFits, match="More GPUs do not help"):
         plan_run(endless, Cluster.of("h100", 1, per_node=1))
+
+
+def test_what_train_would_refuse_is_not_planned() -> None:
+    base = preset("llama3-1b")
+    graph = replace(base, train=replace(base.train, cuda_graph=True))
+    assert plan_run(graph, Cluster.of("h200", 1)).winning_config().train.cuda_graph
+    with pytest.raises(NothingFits, match="train.cuda_graph needs one rank"):
+        plan_run(graph, Cluster.of("h200", 8))
+    with pytest.raises(ValueError, match="cpu_offload"):
+        plan_run(replace(base, parallel=replace(base.parallel, cpu_offload=True)), Cluster.of("h200", 8))
+
+
+def test_documents_make_attention_cheaper() -> None:
+    whole, packed = (plan_run(preset("llama3-8b"), Cluster.of("h200", 8), document=d) for d in (None, 1000.0))
+    assert packed.winner.time.parts["attention"] < 0.6 * whole.winner.time.parts["attention"]
+    with pytest.raises(ValueError, match="data.document_mask"):
+        plan_run(preset("gpt2"), Cluster.of("h200", 8), document=1000.0)
+
+
+def test_a_configuration_has_a_layout_of_its_own() -> None:
+    layout = layout_of(preset("llama3-70b"), 64)
+    assert (layout.replicate, layout.shard, layout.tp, layout.accumulate) == (1, 8, 8, 64)
+    assert layout.apply(preset("llama3-70b"), 8).parallel.dp_shard == 8
 
 
 def test_impossible_clusters_are_refused() -> None:

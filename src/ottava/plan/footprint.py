@@ -105,7 +105,9 @@ def footprint(config: Config, size: ModelSize, bytes_: ElementBytes, layout: Lay
     unreduced = 0.0
     if layout.accumulate > 1 and layout.strategy == "fsdp2" and layout.data_parallel > 1:
         unreduced = 4.0 * size.parameters / layout.tp
-    earlier = max(gradients, unreduced) if layout.accumulate > 1 else 0.0
+    # A CUDA graph keeps the memory of gradients from its first launch on.
+    there = layout.accumulate > 1 or config.train.cuda_graph
+    earlier = max(gradients, unreduced) if there else 0.0
     moments = {
         "loss": {"activations": kept, "loss": loss_peak, "gathered": gathered, "gradients": earlier},
         "first layer": {

@@ -15,11 +15,13 @@ down from the configuration, and has to earn `RUNG` of speed: a plan goes down w
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ottava.distributed.plan import RECOMPUTE
 from ottava.kernels.block_moment import BLOCK
 from ottava.plan.model_size import ModelSize
 from ottava.quant.quantization import Quantization
@@ -35,6 +37,8 @@ MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 NOT_DIVIDED = "the global batch is no multiple of micro-batch x data-parallel ranks"
 TOO_FEW_SEQUENCES = "fewer sequences in the global batch than data-parallel ranks"
 TP_CUTS = "tensor parallelism does not divide heads, channels, vocabulary or sequence"
+NEEDS_ONE_RANK = "train.cuda_graph needs one rank, without full recomputation"
+CANNOT_COMPILE = "train.compile cannot trace weights that FSDP2 gathers as FP8"
 ACROSS_ISLANDS = "a shard group that neither fills nor divides an NVLink domain"
 
 
@@ -53,7 +57,8 @@ class States:
 
     def __str__(self) -> str:
         stored = "FP8" if self.fp8_weights else self.weights
-        return f"{stored} weights, {self.moments} moments, {self.gradients} gradients"
+        gradients = self.gradients if self.weights == "float32" else self.weights  # of the weights' own type
+        return f"{stored} weights, {self.moments} moments, {gradients} gradients"
 
 
 @dataclass(frozen=True)
@@ -143,12 +148,44 @@ def layouts(config: Config, size: ModelSize, gpus: int, per_node: int, dropped: 
             batches = list(_batches(config, data_parallel, dropped))
             for states in _states(config, size, data_parallel, tp):
                 strategy = "ddp" if shard == 1 < data_parallel and tp == 1 and not states.fp8_weights else "fsdp2"
-                for spread in (False, True) if tp > 1 else (False,):
-                    for recompute in ("none", "selective", "full"):
-                        for micro_batch, accumulate in batches:
-                            yield Layout(
-                                data_parallel // shard, shard, tp, spread, recompute, micro_batch, accumulate, states, strategy
-                            )  # fmt: skip
+                for spread, recompute in itertools.product((False, True) if tp > 1 else (False,), RECOMPUTE):
+                    for micro_batch, accumulate in batches:
+                        layout = Layout(
+                            data_parallel // shard, shard, tp, spread, recompute, micro_batch, accumulate, states, strategy
+                        )  # fmt: skip
+                        reason = _refused(config, layout)
+                        if reason is None:
+                            yield layout
+                        else:
+                            dropped[reason] += 1
+
+
+def _refused(config: Config, layout: Layout) -> str | None:
+    """Why `ottava train` would refuse the layout with the rest of this configuration."""
+    if config.train.cuda_graph and (layout.ranks > 1 or layout.recompute == "full"):
+        return NEEDS_ONE_RANK
+    if config.train.compile and config.precision.recipe != "none" and layout.strategy == "fsdp2":
+        return CANNOT_COMPILE
+    return None
+
+
+def layout_of(config: Config, ranks: int = 1) -> Layout:
+    """The layout that a configuration has by itself, on `ranks`.
+
+    >>> layout_of(preset("llama3-70b"), 64).tp
+    8
+    """
+    plan, optimizer, precision, train = config.plan(), config.optimizer, config.precision, config.train
+    if plan.strategy == "fsdp1" or plan.cpu_offload:
+        raise ValueError(f"A plan knows no {'parallel.cpu_offload' if plan.cpu_offload else 'strategy fsdp1'}.")
+    plan = plan.resolve(ranks)
+    states = States(
+        optimizer.name, precision.weights, precision.fp8_weights, optimizer.masters, optimizer.moments, precision.gradients, 0
+    )  # fmt: skip
+    turns = train.global_batch // (train.micro_batch * plan.dp_replicate * plan.dp_shard)
+    return Layout(
+        *plan.shape, plan.sequence_parallel, plan.recompute, train.micro_batch, turns, states, plan.strategy
+    )  # fmt: skip
 
 
 def _batches(config: Config, data_parallel: int, dropped: Counter[str]) -> Iterator[tuple[int, int]]:

@@ -15,7 +15,7 @@ from ottava.plan.chart import advice
 from ottava.plan.cluster import Cluster
 from ottava.plan.devices import RATE_OF_RECIPE
 from ottava.plan.footprint import ElementBytes, Footprint, footprint
-from ottava.plan.layouts import TOO_FEW_SEQUENCES, Layout, layouts, tp_sizes
+from ottava.plan.layouts import CANNOT_COMPILE, NEEDS_ONE_RANK, TOO_FEW_SEQUENCES, Layout, layouts, tp_sizes
 from ottava.plan.model_size import ModelSize
 from ottava.plan.step_time import StepTime, step_time
 from ottava.train.config import Config
@@ -89,8 +89,13 @@ def plan_run(config: Config, cluster: Cluster, tokens: float | None = None, docu
     """
     size = ModelSize.of(config)
     _check_recipe(config, cluster)
+    if config.parallel.cpu_offload:
+        raise ValueError("A plan does not know how fast host memory is: leave parallel.cpu_offload off.")
+    if document is not None and (document <= 0 or not config.data.document_mask):
+        raise ValueError(
+            f"A mean document of {document:g} tokens is for data.document_mask, which is {config.data.document_mask}, and above 0."
+        )
     dropped: Counter[str] = Counter()
-    within = document if config.data.document_mask else None
     fitting, considered = [], 0
     limit = cluster.gpu.memory_gib * 2**30 * USABLE
     bytes_, bound, closest = ElementBytes.of(config), _bound(config, cluster), None
@@ -102,7 +107,7 @@ def plan_run(config: Config, cluster: Cluster, tokens: float | None = None, docu
             dropped[DOES_NOT_FIT] += 1
             closest = min(memory.total, closest or memory.total)
             continue
-        time = step_time(config, size, bytes_, cluster, layout, within)
+        time = step_time(config, size, bytes_, cluster, layout, document)
         rate = step_tokens / time.total
         score = rate * layout.handicap(cluster.island)
         fitting.append(Candidate(layout, memory, time, rate, bound.mfu(size.flops, rate / cluster.gpus), score))
@@ -116,7 +121,7 @@ def plan_run(config: Config, cluster: Cluster, tokens: float | None = None, docu
     whole = any(candidate.layout.shard == candidate.layout.tp == 1 for candidate in fitting)
     near = any(candidate.layout.shard * candidate.layout.tp <= cluster.island for candidate in fitting)
     words = advice(config, cluster, shown[0].layout, shown[0].time, whole, near)
-    return Plan(config, cluster, shown, considered, dict(dropped), budget, words, within)
+    return Plan(config, cluster, shown, considered, dict(dropped), budget, words, document)
 
 
 def _best_of_each_mesh(fitting: list[Candidate], dropped: Counter[str]) -> list[Candidate]:
@@ -154,6 +159,9 @@ def _nothing(config: Config, size: ModelSize, cluster: Cluster, closest: float |
     """Why, and the smallest number of GPUs that would do."""
     if closest is None:
         tps = tp_sizes(config, size, cluster.island)
+        refused = [why for why in (NEEDS_ONE_RANK, CANNOT_COMPILE) if dropped[why]]
+        if refused:
+            return f"No layout of {cluster.gpus} GPUs is possible: {'; '.join(refused)}. Leave that off, or take another recipe."
         sequences, most = config.train.global_batch, tps[-1]
         if dropped[TOO_FEW_SEQUENCES]:
             needed = -(-cluster.gpus // most)

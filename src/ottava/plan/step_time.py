@@ -22,6 +22,8 @@ LAUNCH_S = 4e-6
 """Before and after a product, at its two ends."""
 GAP = 0.03
 """Of the GPU's time: between kernels."""
+GRAPH_GAP = 0.01
+"""The same where one launch has them all (train.cuda_graph)."""
 INTERFERENCE = 0.08
 """Of communication that hides: what it takes from the products that it hides under."""
 FSDP_HOST_MS = 1.5
@@ -73,13 +75,14 @@ def step_time(config: Config, size: ModelSize, bytes_: ElementBytes, cluster: Cl
         parts["attention"] += count * layer.attention * (1 + again[1])
         parts["elementwise"] += count * layer.elementwise * (1 + again[2])
     parts["loss"] = _loss(gpu, kind if config.precision.fp8_head else "bf16", size, tokens, layout.tp)
-    busy = sum(parts.values()) * (1 + GAP)
-    host = size.layers * gpu.host_ms_per_layer * 1e-3
+    gap = GRAPH_GAP if config.train.cuda_graph else GAP
+    busy = sum(parts.values()) * (1 + gap)
+    host = 0.0 if config.train.cuda_graph else size.layers * gpu.host_ms_per_layer * 1e-3
     if layout.recompute == "full":
         host *= 1 + RECOMPUTED_HOST
     if layout.strategy == "fsdp2" and layout.data_parallel > 1:
         host += size.layers * FSDP_HOST_MS * 1e-3
-    forward = fast.forward * (1 + GAP)
+    forward = fast.forward * (1 + gap)
     backward = (busy - parts["loss"]) / size.layers - forward
     forward, backward = max(forward, host / size.layers / 3), max(backward, host / size.layers * 2 / 3)
     tensor = _tensor_parallel(size, bytes_, cluster, layout, tokens)
@@ -87,7 +90,7 @@ def step_time(config: Config, size: ModelSize, bytes_: ElementBytes, cluster: Cl
     floor = max(host - busy - tensor, 0.0)
     parts = {name: seconds * layout.accumulate for name, seconds in parts.items()}
     parts["optimizer"] = _optimizer(gpu, size, layout)
-    parts["host"] = layout.accumulate * (floor + GAP / (1 + GAP) * busy)
+    parts["host"] = layout.accumulate * (floor + gap / (1 + gap) * busy)
     parts["communication"] = layout.accumulate * tensor + shown + INTERFERENCE * hidden
     return StepTime(parts, layout.accumulate * tensor + data_parallel)
 
