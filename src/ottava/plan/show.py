@@ -14,6 +14,7 @@ from ottava.train.report import STYLE
 from ottava.train.summary import table
 
 GIB = 2.0**30
+ORDER = "Best first: by speed, less what harder layouts and fewer bits have to earn (docs/planning.md)."
 DRAWN = 16
 """Nodes of a mesh that are drawn; there is a note for the others."""
 HEAD = (
@@ -44,7 +45,7 @@ def as_text(plan: Plan) -> str:
     parts = [
         f"{cluster.gpus} x {cluster.gpu.name}, {cluster.island} to a node; {plan.tokens:,.0f} tokens. {plan.considered:,} layouts.",
         f"Rates: {cluster.gpu.source}.",
-        table(rows),
+        f"{table(rows)}\n{ORDER}",
         plan.advice,
         f"Memory of a GPU, layout 1\n{table(memory)}",
         f"A step, layout 1\n{table(seconds)}",
@@ -126,7 +127,7 @@ def as_html(plan: Plan, title: str) -> str:
     dropped = sorted(plan.dropped.items(), key=lambda item: -item[1])
     winner = plan.winner
     cards = [
-        _card("Layouts", _table(HEAD, rows), wide=True),
+        _card("Layouts", _table(HEAD, rows) + f"<p class=note>{ORDER}</p>", wide=True),
         _card("The mesh of layout 1", mesh_picture(winner.layout, plan.cluster.island), wide=True),
         _card("Memory of a GPU", _bars({k: v / GIB for k, v in winner.memory.kinds.items()}, "GiB")),
         _card("A step", _bars({k: v * 1e3 for k, v in winner.time.parts.items()}, "ms")),
