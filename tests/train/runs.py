@@ -37,8 +37,8 @@ ROOT = Path(__file__).parents[2]
 def token_file(folder: Path) -> Path:
     """A few hundred kB of text, as bytes."""
     path = folder / "text.tokens"
-    if not path.exists():
-        tokenize(sorted((ROOT / "src" / "ottava" / "train").glob("*.py")), path)
+    if not path.exists():  # ranks may ask at once
+        tokenize(sorted((ROOT / "src" / "ottava" / "train").glob("*.py")), path, overwrite=True)
     return path
 
 

@@ -191,13 +191,9 @@ class Weight(QuantizedTensor):
 
     def operand(self, direction: str) -> tuple[Tensor, Tensor, Tensor]:
         """(data, scale_inv, amax) of one direction. Asked in every forward: where the rowwise copy is there, it is asked for once."""
-        parts = (
-            self._parts
-            if direction == ROWWISE and (self._gather is None or self._gather.direction != COLUMNWISE)
-            else {}
-        )
-        if "rowwise_data" not in parts:
+        if direction != ROWWISE or self._gather is not None:
             return super().operand(direction)
+        parts = self._parts
         data, amax = parts["rowwise_data"], parts.get("rowwise_amax")
         return data, parts["rowwise_scale_inv"], data.new_empty(0, dtype=torch.float32) if amax is None else amax
 
