@@ -16,6 +16,7 @@ import ottava
 from ottava.distributed import attach, meshes_of, parallelize, tracker_of
 from ottava.models import GPT, CausalLM, Llama, LlamaConfig
 from ottava.nn.random_streams import seed_default, seed_tracker
+from ottava.notices import warn_once
 from ottava.quant.delayed import BUFFERS, DelayedState
 from ottava.quant.scheme import Scheme
 from ottava.train.config import Config
@@ -61,6 +62,11 @@ class DistributedModel:
         )
         if config.precision.gradients != "float32":
             self._keep_gradients_in(getattr(torch, config.precision.gradients))
+            if config.train.global_batch > config.train.micro_batch:
+                warn_once(
+                    "ottava: precision.gradients 'bfloat16' adds the gradients of a step's microbatches up in bfloat16, which loses small "
+                    "ones: a larger train.micro_batch, or 'float32', does not."
+                )
         self.meshes = meshes_of(self.module)
         self.seed = config.train.seed
         wraps = config.parallel.strategy in ("ddp", "none") and config.precision.dtype(device.type) != torch.float32
