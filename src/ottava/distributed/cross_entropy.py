@@ -117,9 +117,6 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         logits, targets, index, mine, maximum, total = ctx.saved_tensors
-        return (
-            arithmetic.gradient_of(grad, logits, targets, index, mine, maximum, total, *ctx.terms[1:]),
-            None,
-            None,
-            None,
-        )
+        out = torch.empty_like(logits)
+        arithmetic.fill_loss_gradient_(out, grad, logits, targets, index, mine, maximum, total, *ctx.terms[1:])
+        return out, None, None, None

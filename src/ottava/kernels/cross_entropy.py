@@ -105,7 +105,8 @@ def losses_of(
     return loss.masked_fill(wrong, float("nan")).masked_fill(ignored, 0.0)
 
 
-def gradient_of(
+def fill_loss_gradient_(
+    out: Tensor,
     grad: Tensor,
     logits: Tensor,
     targets: Tensor,
@@ -118,17 +119,18 @@ def gradient_of(
     ignore_index: int,
     smoothing: float,
     z_loss: float,
-) -> Tensor:
-    """grad [T] times d loss / d x = softmax (1 + 2 z log-sum-exp) - (1 - smoothing) [x is the target] - smoothing / V, of all logits."""
-    out = torch.zeros_like(logits) if real < logits.shape[1] else torch.empty_like(logits)
+) -> None:
+    """out [T, V/tp] = grad [T] times d loss / d x = softmax (1 + 2 z log-sum-exp) - (1 - smoothing) [x is the target] - smoothing / V; 0 in
+    padding and where ignored. It may be `logits` itself."""
     factor = grad / total
     if z_loss:
         factor = factor * (1.0 + 2.0 * z_loss * (maximum + total.log()))
     at_target = (grad * (1.0 - smoothing)).masked_fill(~mine, 0.0)
     everywhere = grad * (smoothing / vocabulary) if smoothing else None
     fill_gradient_(out[:, :real], logits[:, :real], maximum, factor, index, at_target, everywhere)
+    out[:, real:] = 0.0
     # Written, not multiplied by 0: a row that is ignored may hold NaN, as attention gives for a padding token.
-    return out.masked_fill_((targets == ignore_index)[:, None], 0.0)
+    out.masked_fill_((targets == ignore_index)[:, None], 0.0)
 
 
 def fill_gradient_(

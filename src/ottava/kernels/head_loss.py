@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ottava.kernels.cross_entropy import chunks_of_rows, fill_gradient_
+from ottava.kernels.cross_entropy import chunks_of_rows, fill_loss_gradient_
 from ottava.kernels.registry import define
 
 LOWEST = -3.0e38
@@ -123,21 +123,13 @@ def _gradient(
     smoothing: float,
     z_loss: float,
 ) -> None:
-    """out [T, V/tp] = the gradient of each row's loss, times grad [T]; 0 in padding and where ignored. It may be `logits` itself.
-
-    d loss / d x = softmax (1 + 2 z log-sum-exp) - (1 - smoothing) [x is the target] - smoothing / V
-    """
+    """See `cross_entropy.fill_loss_gradient_`."""
     maximum, total, _, _ = _all_ranks(statistics)
     grad = torch.ones_like(total) if grad is None else grad.to(total.dtype)
-    factor = grad / total
-    if z_loss:
-        factor = factor * (1.0 + 2.0 * z_loss * (maximum + total.log()))
     index, mine = columns_of(targets, first, real)
-    at_target = (grad * (1.0 - smoothing)).masked_fill(~mine, 0.0)
-    everywhere = grad * (smoothing / vocabulary) if smoothing else None
-    fill_gradient_(out[:, :real], logits[:, :real], maximum, factor, index, at_target, everywhere)
-    out[:, real:] = 0.0
-    out.masked_fill_((targets == ignore_index)[:, None], 0.0)  # written, not multiplied by 0: the row may hold NaN
+    fill_loss_gradient_(
+        out, grad, logits, targets, index, mine, maximum, total, real, vocabulary, ignore_index, smoothing, z_loss
+    )
 
 
 def _fused(
