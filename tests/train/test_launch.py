@@ -33,10 +33,18 @@ def start(config: Config, *launcher: str) -> subprocess.Popen[str]:
 
 
 def ranks_of(launcher: subprocess.Popen[str]) -> list[int]:
-    """Process ids, in order of rank."""
-    children = [int(n) for n in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
-    words = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
-    return sorted(pid for pid in children if b"spawn_main" in words[pid] or b"\0train\0" in words[pid])
+    """Process ids, in order of rank: those that are called "ottava rank N" among the descendants of the launcher."""
+    found, seen = {}, [launcher.pid]
+    while seen:
+        pid = seen.pop()
+        try:
+            seen += [int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+            name = Path(f"/proc/{pid}/comm").read_text().strip()
+        except OSError:  # it has just ended
+            continue
+        if name.startswith("ottava rank "):
+            found[int(name.split()[-1])] = pid
+    return [found[rank] for rank in sorted(found)]
 
 
 def wait_for_step(config: Config, step: int, launcher: subprocess.Popen[str]) -> None:
@@ -83,9 +91,9 @@ class Late:
 
 def test_a_failed_rank_is_seen_however_late_its_exit_code_comes(monkeypatch):
     monkeypatch.setattr(launch, "GRACE_S", 0.5)
-    ranks = [Late(60.0, 0), Late(0.2, 3)]
+    ranks = {0: Late(60.0, 0), 1: Late(0.2, 3)}
     began = time.monotonic()
-    assert launch._wait(ranks) == 1 and time.monotonic() - began < 20
+    assert launch.wait_for(ranks) == (1, 3) and time.monotonic() - began < 20
     assert ranks[0].process.exitcode == -signal.SIGKILL
 
 
@@ -96,7 +104,13 @@ def by_step(found: list[dict[str, Any]]) -> dict[int, tuple[Any, ...]]:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for the ranks' processes in /proc")
 def test_killed_then_stopped_then_finished(tmp_path):
-    config = tiny(tmp_path, train={"steps": 400, "evaluate_every": 0}, checkpoint={"every": 5, "background": True})
+    alone = {"restarts": 0, "watchdog_s": 100.0}
+    config = tiny(
+        tmp_path,
+        train={"steps": 400, "evaluate_every": 0},
+        checkpoint={"every": 5, "background": True},
+        health=alone,
+    )
     launcher = start(config)
     wait_for_step(config, 13, launcher)
     os.kill(ranks_of(launcher)[1], signal.SIGKILL)
@@ -126,7 +140,7 @@ def test_killed_then_stopped_then_finished(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for the ranks' processes in /proc")
 def test_torchrun_starts_it_again_where_it_was(tmp_path):
-    config = tiny(tmp_path, train={"steps": 30, "evaluate_every": 0}, checkpoint={"every": 5})
+    config = tiny(tmp_path, train={"steps": 30, "evaluate_every": 0}, checkpoint={"every": 5}, health={"restarts": 0})
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
     launcher = start(config, *torchrun)
     wait_for_step(config, 13, launcher)
@@ -143,7 +157,10 @@ def test_torchrun_starts_it_again_where_it_was(tmp_path):
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for the ranks' processes in /proc")
 def test_a_rank_that_stands_still_is_named_and_stacks_are_written(tmp_path):
     config = tiny(
-        tmp_path, train={"steps": 100_000, "evaluate_every": 0}, health={"watchdog_s": 8.0}, checkpoint={"every": 0}
+        tmp_path,
+        train={"steps": 100_000, "evaluate_every": 0},
+        health={"watchdog_s": 8.0, "restarts": 0},
+        checkpoint={"every": 0},
     )
     launcher = start(config)
     wait_for_step(config, 3, launcher)

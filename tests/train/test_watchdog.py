@@ -29,6 +29,7 @@ from train.test_signals import FOREVER, TORCHRUN, end, start
 
 pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
 LIMIT = 1.0
+ALONE = {"watchdog_s": 8.0, "restarts": 0}
 
 
 class Store:
@@ -101,12 +102,14 @@ def test_an_interpreter_that_stands_still_is_ended_from_outside(tmp_path):
 
 def test_a_silent_rank_is_blamed_first_then_the_one_behind():
     at = {"step": 7, "phase": "agreement", "age": 1.0, "beats": 40}
-    assert "Rank 1 is behind: step 7, data" in describe({0: at, 1: {**at, "phase": "data", "beats": 35}}, 2, 60, 10)
+    assert "Rank 1 is behind: step 7, data" in describe(
+        {0: at, 1: {**at, "phase": "data", "beats": 35}}, range(2), 60, 10
+    )
     earlier = {0: {**at, "step": 6, "phase": "optimizer", "beats": 33}, 1: at}
-    assert "Rank 0 is behind: step 6, optimizer; the others are at step 7" in describe(earlier, 2, 60, 10)
-    silent = describe({0: at, 1: {**at, "age": 50.0}}, 3, 60, 10)
+    assert "Rank 0 is behind: step 6, optimizer; the others are at step 7" in describe(earlier, range(2), 60, 10)
+    silent = describe({0: at, 1: {**at, "age": 50.0}}, range(3), 60, 10)
     assert "rank 1, 2" in silent and "rank 1 was at step 7, agreement" in silent
-    assert "All ranks are at step 7" in describe({0: at, 1: at}, 2, 60, 10)
+    assert "All ranks are at step 7" in describe({0: at, 1: at}, range(2), 60, 10)
 
 
 def test_each_section_has_its_limit_and_none_is_watched_without_the_first():
@@ -136,8 +139,8 @@ def test_every_batch_of_an_evaluation_is_a_beat():
 def test_the_launcher_kills_a_rank_that_says_nothing_any_more(capfd):
     store = torch.distributed.HashStore()
     told = torch.distributed.PrefixStore(watchdog.PREFIX, store)
-    frozen = FrozenRanks(HealthSection(watchdog_s=0.4), store, 2)
-    ranks = [SimpleNamespace(dead=False) for _ in range(2)]
+    frozen = FrozenRanks(HealthSection(watchdog_s=0.4), store, range(2))
+    ranks = [SimpleNamespace(dead=False, exitcode=None) for _ in range(2)]
     for each in ranks:
         each.kill = lambda each=each: setattr(each, "dead", True)
     deadline, tick = time.monotonic() + 10, 0
@@ -161,7 +164,7 @@ def test_within_says_whether_it_came_to_its_end(capfd):
 
 @pytest.mark.slow
 def test_torchrun_ends_when_the_rank_that_serves_the_store_is_stopped(tmp_path):
-    config = tiny(tmp_path, train=FOREVER, health={"watchdog_s": 8.0}, checkpoint={"every": 0})
+    config = tiny(tmp_path, train=FOREVER, health=ALONE, checkpoint={"every": 0})
     process = start(config, *TORCHRUN)
     wait_for_step(config, 3, process)
     (config.run_folder / "stalls").write_text("in the way")
@@ -177,7 +180,7 @@ def test_torchrun_ends_when_the_rank_that_serves_the_store_is_stopped(tmp_path):
 @pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["ottava train", "torchrun"])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_stopped_rank_is_named_and_the_job_ends(tmp_path, launcher, victim):
-    config = tiny(tmp_path, train=FOREVER, health={"watchdog_s": 8.0}, checkpoint={"every": 0})
+    config = tiny(tmp_path, train=FOREVER, health=ALONE, checkpoint={"every": 0})
     process = start(config, *launcher)
     wait_for_step(config, 3, process)
     began = time.monotonic()
@@ -189,9 +192,7 @@ def test_a_stopped_rank_is_named_and_the_job_ends(tmp_path, launcher, victim):
 
 @pytest.mark.extra
 def test_a_rank_that_is_stopped_while_it_starts_is_named(tmp_path):
-    config = tiny(
-        tmp_path, train=FOREVER, health={"watchdog_s": 8.0, "watchdog_start_s": 15.0}, checkpoint={"every": 0}
-    )
+    config = tiny(tmp_path, train=FOREVER, health={**ALONE, "watchdog_start_s": 15.0}, checkpoint={"every": 0})
     process = start(config)
     while len(ranks_of(process)) < 2:
         time.sleep(0.05)
@@ -202,7 +203,9 @@ def test_a_rank_that_is_stopped_while_it_starts_is_named(tmp_path):
 
 @pytest.mark.extra
 def test_a_single_rank_that_is_stopped_is_named_by_the_launcher(tmp_path):
-    config = tiny(tmp_path, train=FOREVER, health={"watchdog_s": 5.0}, checkpoint={"every": 0}, parallel={"ranks": 1})
+    config = tiny(
+        tmp_path, train=FOREVER, health={**ALONE, "watchdog_s": 5.0}, checkpoint={"every": 0}, parallel={"ranks": 1}
+    )
     process = start(config)
     wait_for_step(config, 3, process)
     began = time.monotonic()
@@ -215,7 +218,7 @@ def test_a_single_rank_that_is_stopped_is_named_by_the_launcher(tmp_path):
 @pytest.mark.extra
 def test_a_run_whose_disk_freezes_ends(tmp_path):
     config = tiny(
-        tmp_path, train=FOREVER, health={"watchdog_s": 6.0}, checkpoint={"every": 0}, metrics={"fp8_every": 50}
+        tmp_path, train=FOREVER, health={**ALONE, "watchdog_s": 6.0}, checkpoint={"every": 0}, metrics={"fp8_every": 50}
     )
     process = start(config)
     wait_for_step(config, 3, process)

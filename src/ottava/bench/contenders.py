@@ -143,7 +143,7 @@ def plain_model(setting: Setting, recompute: bool = False) -> PlainLlama:
 
 def batches(setting: Setting) -> Iterator[Batch]:
     """The tokens of each step, as the trainer reads them."""
-    data, _ = open_data(setting.config, setting.world)
+    data, _ = open_data(setting.config)
     step = 0
     while True:
         yield data.batch(step, setting.config.train.global_batch).to(setting.world.device)

@@ -93,7 +93,7 @@ def load_model_state(
     if loaded is not None:
         for key in extra or {}:
             extra[key] = wanted[key]  # type: ignore[index]  # a plain value was assigned in `wanted`
-        _settle(model, optimizer, tracker, state, set(loaded.kept))
+        settle(model, optimizer, tracker, state, set(loaded.kept))
     return loaded
 
 
@@ -253,14 +253,14 @@ def _check_format(placed: Placed, entry: Mapping[str, Part]) -> None:
         )
 
 
-def _settle(
+def settle(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     tracker: CudaRNGStatesTracker | None,
     state: dict[str, Any],
     kept: set[str],
 ) -> None:
-    """What follows from the tensors that were filled: FP8 copies, settings, streams. kept: names that were not filled."""
+    """What follows from tensors of a `model_state` that were filled: FP8 copies, settings, streams. kept: names that were not filled."""
     parameters = list(placed_parameters(model))
     for placed in parameters:
         if isinstance(placed.local, Weight) and placed.local.stored_quantized:

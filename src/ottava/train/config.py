@@ -329,6 +329,15 @@ class HealthSection:
     """The same until the first step: connecting, making data and model, loading a checkpoint. 0: not watched."""
     watchdog_save_s: float = 1800.0
     """The same for a checkpoint, as long as it holds training up. 0: not watched."""
+    restarts: int = 3
+    """Ranks that may die in a row, without a step in between that is new, before the run ends with their exit code. Each time the other
+    ranks keep their processes, meet again, and go on from the newest state. 0: the first death ends the run."""
+    after_death: Literal["replace", "shrink"] = "replace"
+    """Who goes on. replace: a new rank takes the place of the dead one. shrink: the others alone, as many as parallel.dp_shard -1 and
+    train.global_batch allow; replace where they allow no fewer."""
+    copies: float = 0.01
+    """Share of the training time that may go into copies of every rank's state in the memory of its neighbour, from which a restart in
+    place goes on. 0: none, so that it goes on from the newest checkpoint."""
 
 
 @dataclass(frozen=True)

@@ -43,12 +43,14 @@ AT_LEAST: dict[tuple[str, str], float] = {
     ("health", "watchdog_s"): 0,
     ("health", "watchdog_start_s"): 0,
     ("health", "watchdog_save_s"): 0,
+    ("health", "restarts"): 0,
 }
 FRACTIONS = (
     ("schedule", "final_fraction"),
     ("schedule", "decay_fraction"),
     ("gate", "min_mfu"),
     ("metrics", "mfu_baseline"),
+    ("health", "copies"),
 )
 
 

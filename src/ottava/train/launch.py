@@ -1,20 +1,22 @@
-"""`ottava train` on one machine: starts the ranks, passes signals on, and ends as they end.
+"""`ottava train`: starts the ranks of this machine, passes signals on, replaces ranks that die, and ends as they end.
 
-A process that torchrun has started is a rank already. Otherwise this process starts one process a GPU (or 2 on a CPU) and only
-waits. The store through which the ranks find each other is served here, so it outlives all of them.
+Without another launcher it starts one process a GPU (or 2 on a CPU). A process that torchrun or Slurm has started is a launcher of
+one rank: what they see does not die when the rank does. The store through which the ranks find each other is served by a launcher,
+so it outlives all of them.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
+import signal
 import socket
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,10 +24,15 @@ from typing import TYPE_CHECKING, Any
 from ottava.train import exits
 from ottava.train.config import Config
 from ottava.train.console import say, settle, tell
-from ottava.train.signals import LauncherSignals, RankSignals, held_back, let_through
+from ottava.train.signals import LauncherSignals, RankSignals, let_through
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from ottava.train.keeper import Keeper
+    from ottava.train.nursery import Child, Nursery
     from ottava.train.watchdog import FrozenRanks
+    from ottava.train.world import Place
 
 LOOPBACK = "127.0.0.1"
 GRACE_S = 15.0
@@ -34,43 +41,73 @@ STALLED_GRACE_S = 8.0
 """The same when a watchdog has ended one: the others' have looked at the same clock."""
 UNKILLABLE_S = 5.0
 """What the system gets to end a process that was killed."""
+Prepare = Callable[[int], None]
 
 
-def launch(config: Config) -> int:
-    """Trains on this machine's ranks, or as the rank that torchrun says this process is. Returns the exit code.
+def launch(config: Config, prepare: Prepare | None = None) -> int:
+    """Trains on this machine's ranks, or on the one that torchrun says this process is. Returns the exit code.
 
-    >>> sys.exit(launch(config))
+    prepare: called with its number in every rank that is started, first of all. Fault injection begins there.
+
+        >>> sys.exit(launch(config))
     """
-    from ottava.train.world import Place, local_ranks
+    from ottava.train.nursery import Nursery
+    from ottava.train.world import Place, local_ranks, shared_store
 
     place = Place.from_torchrun()
-    if place is not None:
-        stop = RankSignals(speaks=place.rank == 0, alone=True)
-        stop.__enter__()  # for good: a signal must not kill a rank on its way out either
-        code, text = run_rank(config, place, stop)
-        if text:
-            say(f"ottava train: rank {place.rank}: {text}", sys.stderr)
-        settle()
-        return code
-    return _start(config, local_ranks(config.parallel.ranks))
+    if place is not None and not config.health.restarts:
+        return _be_rank(config, place, prepare)
+    nursery = Nursery("ottava.train.loop")  # first of all: this process has no threads yet
+    if place is None:
+        count = local_ranks(config.parallel.ranks)
+        store, port = _serve()
+        everyone = range(count)
+        places = [Place(rank, count, rank, count, LOOPBACK, port, config.health.restarts > 0) for rank in everyone]
+    else:
+        store, host, port = shared_store(place)
+        places = [replace(place, host=host, port=port, kept=True)]
+    with tempfile.TemporaryDirectory(prefix="ottava-") as folder:  # never on the disk of the run, which may be full
+        return Launcher(config, places, store, nursery, Path(folder), prepare, child=place is not None).run()
+
+
+def _be_rank(config: Config, place: Place, prepare: Prepare | None) -> int:
+    """This process, which torchrun has started, is the rank."""
+    from ottava.train.nursery import call_process
+
+    call_process(f"rank {place.rank}")
+    if prepare is not None:
+        prepare(place.rank)
+    stop = RankSignals(speaks=place.rank == 0, alone=True)
+    stop.__enter__()  # for good: a signal must not kill a rank on its way out either
+    code, text = run_rank(config, place, stop)
+    if text:
+        say(f"ottava train: rank {place.rank}: {text}", sys.stderr)
+    settle()
+    return code
 
 
 def run_rank(config: Config, place: Any, stop: RankSignals | None = None) -> tuple[int, str]:
     """One rank from beginning to end: (exit code, what is to be said about a failure). stop: what handles signals already."""
     from ottava.checkpoint import NoUsableCheckpoint
     from ottava.train.loop import train
+    from ottava.train.members import Released
     from ottava.train.watchdog import Watchdog
     from ottava.train.world import World
 
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS may not be deterministic
+    if place.kept:
+        # A rank that lost another one is not to be ended by NCCL's own watchdog: ours is there, and it meets the others again.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that torch remembers, for the watchdog
     try:
         with (
-            Watchdog(config, place.rank, place.size, stop) as watchdog,
+            Watchdog(config, place.rank, place.size, stop, place.kept) as watchdog,
             World(place, 4 * config.health.watchdog_s or 1800.0, watchdog.connect) as world,
         ):
             return train(config, world, stop, watchdog), ""
+    except Released:
+        return exits.DONE, ""
     except NoUsableCheckpoint as error:
         return exits.NO_CHECKPOINT, str(error)
     except ValueError as error:
@@ -86,90 +123,173 @@ def _keep_traceback(config: Config, rank: int) -> None:
         (config.run_folder / f"error-rank-{rank}.txt").write_text(traceback.format_exc(), encoding="utf-8")
 
 
-# ------------------------------------------------------------------------------------------------------------ this machine
+# ------------------------------------------------------------------------------------------------------------- the launcher
 
 
-def _start(config: Config, count: int) -> int:
+def _serve() -> tuple[dist.Store, int]:
+    """A store that this process serves, and its port."""
     import torch.distributed as dist
-
-    from ottava.train.watchdog import FrozenRanks
 
     listener = socket.create_server((LOOPBACK, 0))  # by itself the store would listen on all interfaces
     port = listener.getsockname()[1]
-    store = dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="ottava-") as folder:
-        processes = [
-            context.Process(target=_rank, args=(config, rank, count, store.port, folder), name=f"rank {rank}")
-            for rank in range(count)
-        ]
-        signals = LauncherSignals(processes)
-        signals.__enter__()
-        with held_back():
-            for process in processes:
-                process.start()
-        frozen = FrozenRanks(config.health, store, count)
-        first = _wait(processes, frozen)
-        failures = {rank: (Path(folder) / f"{rank}.txt") for rank in range(count)}
-        texts = {rank: path.read_text(encoding="utf-8") for rank, path in failures.items() if path.is_file()}
-    code = exits.STALLED if frozen.killed else _code(processes[first].exitcode)
-    code = exits.ABANDONED if signals.abandoned else code
-    if code not in exits.TOLD:
-        say(_report(first, code, texts), sys.stderr)
-    settle()
-    return code
+    return dist.TCPStore(
+        LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    ), port
 
 
-def _rank(config: Config, rank: int, count: int, port: int, folder: str) -> None:
+class Launcher:
+    """The ranks of some places, from their start to their end. folder: where they leave what they have to say about a failure.
+
+    child: of another launcher, without which the ranks would go on for nobody.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        places: Sequence[Place],
+        store: dist.Store,
+        nursery: Nursery,
+        folder: Path,
+        prepare: Prepare | None = None,
+        child: bool = False,
+    ) -> None:
+        from ottava.train.keeper import Keeper
+        from ottava.train.members import found
+        from ottava.train.watchdog import FrozenRanks
+
+        self._config, self._nursery, self._folder, self._prepare = config, nursery, folder, prepare
+        self._places = {place.rank: place for place in places}
+        size = places[0].size
+        found(store, size)
+        self.ranks: dict[int, Child] = {}
+        self._signals = LauncherSignals(self.ranks.values(), speaks=0 in self._places)
+        self._frozen = FrozenRanks(config.health, store, list(self._places))
+        self._keeper = Keeper(config, store, self.ranks, size, self._restart, lambda: self._signals.requested, child)
+        self._parent = os.getppid() if child else None
+
+    def run(self) -> int:
+        """Until all ranks have ended. The exit code of the run."""
+        self._signals.__enter__()  # before the ranks: what comes is passed on to those that are there
+        for seat in self._places:
+            self.ranks[seat] = self._start(seat)
+            if self._signals.number is not None:
+                os.kill(self.ranks[seat].pid, self._signals.number)
+        first, code = wait_for(self.ranks, self._frozen, self._keeper, self._mind_the_parent)
+        code = exits.ABANDONED if self._signals.abandoned else code
+        if code not in exits.TOLD:
+            files = {seat: self._folder / f"{seat}.txt" for seat in self.ranks}
+            texts = {seat: path.read_text(encoding="utf-8") for seat, path in files.items() if path.is_file()}
+            say(_report(first, code, texts), sys.stderr)
+        settle()
+        return code
+
+    def _restart(self, seat: int) -> Child:
+        """What the one before had to say is not lost."""
+        note = self._folder / f"{seat}.txt"
+        if note.is_file():
+            say(f"ottava train: rank {seat}: {note.read_text(encoding='utf-8')}", sys.stderr)
+        return self._start(seat)
+
+    def _start(self, seat: int) -> Child:
+        """Signals wait in it until it can handle them."""
+        self._frozen.forget(seat)
+        work = (self._config, self._places[seat], str(self._folder), os.getpid(), self._prepare)
+        return self._nursery.fork(f"rank {seat}", _rank, *work)
+
+    def _mind_the_parent(self) -> None:
+        if self._parent is not None and os.getppid() != self._parent:
+            self._parent = None
+            tell("ottava train: the launcher is gone: saving.")
+            os.kill(os.getpid(), signal.SIGHUP)  # as a terminal does it
+
+
+def _rank(config: Config, place: Place, folder: str, launcher: int, prepare: Prepare | None) -> None:
     """The process of one rank."""
-    from ottava.train.world import Place
-
+    while os.getppid() != launcher:  # the one between is about to end
+        if not Path(f"/proc/{launcher}").is_dir():
+            os._exit(exits.FAILED)
+        time.sleep(0.001)
     stop = RankSignals()
     stop.__enter__()
     let_through()
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    code, text = run_rank(config, Place(rank, count, rank, count, LOOPBACK, port), stop)
+    threading.Thread(target=_end_with_parent, args=(launcher,), daemon=True).start()
+    note = Path(folder) / f"{place.rank}.txt"
+    note.unlink(missing_ok=True)
+    if prepare is not None:
+        prepare(place.rank)
+    code, text = run_rank(config, place, stop)
     if text:
-        (Path(folder) / f"{rank}.txt").write_text(text, encoding="utf-8")
+        note.write_text(text, encoding="utf-8")
     settle()
     sys.exit(code)
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(launcher: int) -> None:
     """A launcher that was killed cannot end its ranks."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os._exit(exits.FAILED)
+    try:
+        wait([os.pidfd_open(launcher)])
+    finally:
+        os._exit(exits.FAILED)
 
 
-def _wait(processes: Sequence[Any], frozen: FrozenRanks | None = None) -> int:
-    """Until all ranks have ended. Returns the one whose exit code counts: the first that failed, or 0."""
+def wait_for(
+    ranks: Mapping[int, Any],
+    frozen: FrozenRanks | None = None,
+    keeper: Keeper | None = None,
+    tick: Callable[[], None] = lambda: None,
+) -> tuple[int, int]:
+    """Until all ranks have ended, and none is replaced: (the one whose exit code counts, that code)."""
     first: int | None = None
     deadline: float | None = None
     while True:
+        tick()
         # Looked at once: who ends after this is waited for below, and seen the next time.
-        codes = [process.exitcode for process in processes]
-        running = [process for process, code in zip(processes, codes) if code is None]
-        failed = [rank for rank, code in enumerate(codes) if code]
-        if not running:
-            break
+        codes = _codes(ranks, frozen, keeper)
+        failed = [seat for seat, code in codes.items() if code]
         if failed and first is None:
+            revived = [keeper is not None and keeper.revive(seat, codes[seat] or 0) for seat in failed]
+            if all(revived):
+                continue
             first = failed[0]
             deadline = time.monotonic() + (STALLED_GRACE_S if codes[first] == exits.STALLED else GRACE_S)
+        running = [ranks[seat] for seat, code in codes.items() if code is None]
+        if not running:
+            if first is not None or keeper is None or keeper.over():
+                break
+            time.sleep(keeper.pause or 0.0)
+            continue
         left = None if deadline is None else deadline - time.monotonic()
-        if left is not None and left <= 0:
+        if left is None:
+            if frozen is not None:
+                frozen.kill(ranks)
+            if keeper is not None:
+                keeper.tend()
+        elif left <= 0:
             for process in running:
                 process.kill()
-        if left is not None and left <= -UNKILLABLE_S:
-            _leave_behind(running, _code(codes[failed[0]]) if failed else exits.STALLED)
-        elif frozen is not None and left is None and (killed := frozen.kill(processes)):
-            first, deadline = killed[0], time.monotonic() + STALLED_GRACE_S
-        pause = frozen.pause if frozen is not None else None
-        wait([process.sentinel for process in running], timeout=pause if left is None else max(left, 0.1))
-    if exits.STALLED in codes:  # it has killed the one that it waited for
-        return codes.index(exits.STALLED)
-    return first if first is not None else (failed[0] if failed else 0)
+            if left <= -UNKILLABLE_S:
+                _leave_behind(running, _code(codes[failed[0]]) if failed else exits.STALLED)
+        pauses = [one.pause for one in (frozen, keeper) if one is not None and one.pause is not None]
+        pause = min(pauses, default=None) if left is None else max(left, 0.1)
+        wait([process.sentinel for process in running], timeout=pause)
+    return _verdict(first, codes)
+
+
+def _codes(ranks: Mapping[int, Any], frozen: FrozenRanks | None, keeper: Keeper | None) -> dict[int, int | None]:
+    """Exit codes, None for a rank that runs. One that was killed because it stood still has stalled."""
+    codes = {seat: rank.exitcode for seat, rank in ranks.items() if keeper is None or seat not in keeper.released}
+    killed = frozen.killed if frozen is not None else set()
+    return {seat: exits.STALLED if code is not None and seat in killed else code for seat, code in codes.items()}
+
+
+def _verdict(first: int | None, codes: Mapping[int, int | None]) -> tuple[int, int]:
+    """(rank, exit code) of the run: of the first that failed."""
+    for seat, code in codes.items():
+        if code == exits.STALLED:  # it has killed the one that it waited for
+            return seat, code
+    failed = [seat for seat, code in codes.items() if code]
+    seat = first if first is not None else next(iter(failed), next(iter(codes)))
+    return seat, _code(codes[seat])
 
 
 def _leave_behind(processes: Sequence[Any], code: int) -> None:

@@ -79,7 +79,9 @@ class RunLock:
         self._over = threading.Event()
 
     def take(self) -> RunLock:
-        """Waits only where it cannot be seen whether the holder lives."""
+        """Waits only where it cannot be seen whether the holder lives. What this process holds already it keeps."""
+        if self._mine is not None:
+            return self
         self.folder.mkdir(parents=True, exist_ok=True)
         mine = Holder.myself()
         while not self._create(mine):

@@ -6,8 +6,9 @@ metrics. Between steps, when the state is whole: evaluation, a sample, a checkpo
 
 from __future__ import annotations
 
+import gc
 import math
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,9 +20,10 @@ from ottava.distributed.gradients import gradient_sync
 from ottava.distributed.waits import comm_wait_hook
 from ottava.optimizers import FusedAdam
 from ottava.train import exits, run_folder
-from ottava.train.clock import Clock
+from ottava.train.clock import Clock, Span
 from ottava.train.config import Config
 from ottava.train.console import say
+from ottava.train.copies import Copies
 from ottava.train.data import IGNORED, Batch, Data, Prefetch
 from ottava.train.evaluate import evaluate
 from ottava.train.exits import NonFinite, NotSaved
@@ -55,14 +57,53 @@ def train(config: Config, world: World, stop: RankSignals | None = None, watchdo
     """
     if config.train.deterministic:
         torch.use_deterministic_algorithms(True)
-    with ExitStack() as resources:
-        loop = Loop(config, world, resources, stop, watchdog)
-        try:
-            code = loop.run()
-        except (NonFinite, NotSaved) as error:
-            loop.say(f"ottava train: {error}")
-            code = exits.NON_FINITE if isinstance(error, NonFinite) else exits.NOT_SAVED
-        return loop.finish(code)
+    with ExitStack() as lasting:
+        kept = Lasting(config, lasting, stop, watchdog)
+        while True:
+            with ExitStack() as resources:
+                try:
+                    return _train(config, world, resources, kept)
+                except Exception as error:
+                    if not world.survives(error):
+                        raise
+                    error.__traceback__ = None  # it holds the model
+                with suppress(Exception):  # what was under way has failed with the rank
+                    resources.close()
+            gc.collect()
+            kept.watchdog.restart()
+            world.meet_again()
+            kept.watchdog.met(world.seats)
+
+
+def _train(config: Config, world: World, resources: ExitStack, kept: Lasting) -> int:
+    """From the newest state to the end, if no rank dies."""
+    loop = Loop(config, world, resources, kept=kept)
+    try:
+        code = loop.run()
+    except (NonFinite, NotSaved) as error:
+        loop.say(f"ottava train: {error}")
+        code = exits.NON_FINITE if isinstance(error, NonFinite) else exits.NOT_SAVED
+    return loop.finish(code)
+
+
+class Lasting:
+    """What a rank keeps when others die, and it meets those that are left: everything that no other rank has a part in."""
+
+    def __init__(
+        self,
+        config: Config,
+        resources: ExitStack,
+        stop: RankSignals | None = None,
+        watchdog: Watchdog | None = None,
+        ranks: tuple[int, int] = (0, 1),
+    ) -> None:
+        self.lock = RunLock(config.run_folder)
+        resources.callback(self.lock.release)
+        self.stop = stop or resources.enter_context(RankSignals())
+        self.watchdog = watchdog or resources.enter_context(Watchdog(config, *ranks))
+        self.data: tuple[Data, Data | None] | None = None
+        self.tokenizer: Tokenizer | None = None
+        self.copies = Copies(config.health.copies)
 
 
 @dataclass
@@ -85,18 +126,20 @@ class Loop:
         config: Config,
         world: World,
         resources: ExitStack,
-        stop: RankSignals | None = None,
-        watchdog: Watchdog | None = None,
+        kept: Lasting | None = None,
     ) -> None:
         self.config, self.world = config, world
-        lock = RunLock(config.run_folder)
-        resources.callback(lock.release)
-        world.on_rank0(lock.take)
-        self.stop = stop or resources.enter_context(RankSignals())
-        self.watchdog = watchdog or resources.enter_context(Watchdog(config, world.rank, world.size))
+        kept = self.kept = kept or Lasting(config, resources, ranks=(world.rank, world.size))
+        self.stop, self.watchdog, self.copies = kept.stop, kept.watchdog, kept.copies
+        world.on_rank0(kept.lock.take)
         self.watchdog.connect(world.store)
-        self.data, self.validation = open_data(config, world)
-        self.tokenizer = open_tokenizer(config, self.data) if config.train.sample_tokens else None
+        if not config.data.files:
+            world.on_rank0(lambda: standard_library(Path(config.data.cache).expanduser()))  # the others find it then
+        kept.data = kept.data or open_data(config)
+        self.data, self.validation = kept.data
+        if config.train.sample_tokens and kept.tokenizer is None:
+            kept.tokenizer = open_tokenizer(config, self.data)
+        self.tokenizer = kept.tokenizer
         if (config.model.vocab_size or self.data.vocab_size) < self.data.vocab_size:
             raise ValueError(
                 f"model.vocab_size ({config.model.vocab_size}) is below the {self.data.vocab_size} tokens of the data's tokenizer."
@@ -105,16 +148,19 @@ class Loop:
         self._check_batch()
         self.optimizer = make_optimizer(config, self.model.module, self.model.decaying)
         self.model.renew_copies_after(self.optimizer)
-        world.on_rank0(lambda: run_folder.prepare(config, self.data.identity))
+        if not world.generation:
+            world.on_rank0(lambda: run_folder.prepare(config, self.data.identity))
         self.state = RunState(config, self.model, self.optimizer)
         resources.callback(self.state.checkpoints.close)
         self.watchdog.beat(0, "load")
-        self.done = self._resume()
+        self.done = self._continue() if world.generation else self._resume()
         self.clock, self.health = Clock(world.device), Health(config.health)
         self.fp8 = Fp8Health(config, self.model, world)
         self.graphs = microbatch_graphs(config, self.model, world)
         self.recorder = Recorder(config, world, self.model, self.done)
         resources.callback(self.recorder.close)
+        if world.generation:
+            self.recorder.note(f"restarted in place: {world.cause}")
         self.saves = Saves(config.checkpoint, self.state, self.recorder)
         self._back_at: int | None = None  # the step that the run was last rolled back to
         self.batches = self._prefetch()
@@ -166,6 +212,8 @@ class Loop:
         self.optimizer.zero_grad()
         self.done = step + 1
         span = self.clock.stop()
+        if verdict == "fine":
+            self._copy(span)
         validation = self._look_at_the_model()
         self.recorder.keep(self.done, found.loss, found.grad_norm, lr, span, validation, event)
         return found
@@ -238,6 +286,12 @@ class Loop:
         return max(self.world.sum([mine])[0] * meshes.dp_size / self.world.size, 1.0)
 
     # ---------------------------------------------------------------------------------------------------- between steps
+
+    def _copy(self, span: Span) -> None:
+        """The state, to a neighbour's memory, where that is due."""
+        if self.world.kept and self.copies.due(self.done):
+            self.watchdog.beat(self.done, "copy")
+            self.copies.make(self.done, self.world, self.model.module, self.optimizer, span.read()[0])
 
     def _begin_save(self) -> None:
         """The steps that a checkpoint contains have their lines first."""
@@ -326,9 +380,17 @@ class Loop:
 
     # ------------------------------------------------------------------------------------------------ beginning and end
 
+    def _continue(self) -> int:
+        """After a restart in place: steps that are done, from the copies in memory if there are some, else from the checkpoint."""
+        step = self.copies.restore(self.world, self.model.module, self.optimizer)
+        if step is None:
+            return self._resume()
+        self.say(f"Going on from the copies in memory: {step} of {self.config.train.steps} steps are done.")
+        return step
+
     def _resume(self) -> int:
         """Steps that are done already."""
-        loaded = self.state.begin()
+        loaded = (self.state.load() if self.world.generation else None) or self.state.begin()
         if loaded is None:
             return 0
         for rejected in loaded.rejected:
@@ -391,14 +453,10 @@ class Loop:
             say(text)
 
 
-def open_data(config: Config, world: World) -> tuple[Data, Data | None]:
-    """(training data, validation data if some is kept). One rank makes the token file if there is none yet."""
+def open_data(config: Config) -> tuple[Data, Data | None]:
+    """(training data, validation data if some is kept)."""
     section = config.data
-    files: Any = section.files
-    if not files:
-        cache = Path(section.cache).expanduser()
-        world.on_rank0(lambda: standard_library(cache))  # the others wait, and then find it
-        files = [standard_library(cache)]
+    files: Any = section.files or [standard_library(Path(section.cache).expanduser())]
     options: dict[str, Any] = {
         "length": section.length,
         "seed": config.train.seed,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,16 +43,17 @@ class RankSignals(StopSignal):
 
 
 class LauncherSignals(StopSignal):
-    """In the process that has started the ranks: what it gets is passed on, once."""
+    """In the process that has started the ranks: what it gets is passed on, once. speaks: no other launcher says so."""
 
-    def __init__(self, processes: Sequence[Any]) -> None:
+    def __init__(self, processes: Collection[Any], speaks: bool = True) -> None:
         super().__init__()
-        self._processes = processes
+        self._processes, self._speaks = processes, speaks
         self.abandoned = False
 
     def asked(self, number: int) -> None:
         """The whole process group may have got it: ranks take it as one."""
-        announce(number)
+        if self._speaks:
+            announce(number)
         for process in self._processes:
             if process.is_alive():
                 os.kill(process.pid, number)

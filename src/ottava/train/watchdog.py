@@ -38,6 +38,12 @@ SAY_S, KEEP_S = 3.0, 5.0
 """What the timer allows for a line on the console and for files, which may both hang."""
 HARD_S = 20.0
 """The C timer ends the process this much later than the timer should have."""
+STALLED_S = 12.0
+"""A rank that is not to blame for a stall waits this long for the others to meet anew, without those that are."""
+RESTART_S = 60.0
+"""The others have this long to come."""
+observers: list[Callable[[int, str], None]] = []
+"""Called with every beat, in the thread that trains: faults are injected there."""
 
 
 def limit_of(section: HealthSection, phase: str) -> float:
@@ -52,6 +58,8 @@ def limit_of(section: HealthSection, phase: str) -> float:
         "start": section.watchdog_start_s,
         "load": section.watchdog_start_s,
         "checkpoint": section.watchdog_save_s,
+        "restart": min(RESTART_S, section.watchdog_start_s or RESTART_S),
+        "stalled": STALLED_S,
     }
     return own.get(phase, section.watchdog_s)
 
@@ -65,15 +73,20 @@ def pause_of(section: HealthSection) -> float:
 class Watchdog:
     """In every rank, from its first moment. Use it in a `with` block, `connect` it when there is a store, and `beat` as the run moves on.
 
+    kept: a launcher replaces ranks that end, so those that are not to blame for a stall stay.
+
     >>> with Watchdog(config, rank, size) as watchdog:
     ...     watchdog.connect(store)
     ...     watchdog.beat(step, "forward")
     """
 
-    def __init__(self, config: Config, rank: int, size: int, stop: RankSignals | None = None) -> None:
+    def __init__(
+        self, config: Config, rank: int, size: int, stop: RankSignals | None = None, kept: bool = False
+    ) -> None:
+        self._kept = kept
         self._section, self._pause = config.health, pause_of(config.health)
         self._folder = config.run_folder / FOLDER
-        self._rank, self._size, self._stop = rank, size, stop
+        self._rank, self._ranks, self._stop = rank, tuple(range(size)), stop
         self._parent = os.getppid()
         self._last = (time.monotonic(), 0, "start", 0)  # when, step, phase, beats
         self._over = threading.Event()
@@ -84,6 +97,17 @@ class Watchdog:
     def beat(self, step: int, phase: str) -> None:
         """The run is alive and has come to `phase` of `step`. All ranks beat in the same places, so their numbers compare."""
         self._last = (time.monotonic(), step, phase, self._last[3] + 1)
+        for observer in observers:
+            observer(step, phase)
+
+    def restart(self) -> None:
+        """The ranks meet anew: their beats count from here."""
+        self._last = (time.monotonic(), self._last[1], "restart", 0)
+
+    def met(self, ranks: Sequence[int]) -> None:
+        """They have: these are the ones that are told of."""
+        self._ranks = tuple(ranks)
+        self._heard = {}
 
     def connect(self, store: dist.Store) -> None:
         """From now on the ranks tell each other where they are, over a connection of its own."""
@@ -122,7 +146,7 @@ class Watchdog:
         store.set(str(self._rank), json.dumps({"step": step, "phase": phase, "beats": beats, "tick": tick, **process}))
         # Rank 0 may serve the store: when it stands still nobody can be asked any more. The others are only needed then.
         late = time.monotonic() - moved > limit_of(self._section, phase) / 4
-        for rank in range(self._size) if late else (0,):
+        for rank in self._ranks if late else self._ranks[:1]:
             listen(store, rank, self._heard)
 
     # -------------------------------------------------------------------------------------------------------- the timer
@@ -155,14 +179,18 @@ class Watchdog:
         told = {rank: {**state, "age": now - since} for rank, (state, since) in list(self._heard.items())}
         _, step, phase, beats = self._last
         told[self._rank] = {"step": step, "phase": phase, "beats": beats, "age": 0.0}
-        text = describe(told, self._size, idle, 3 * self._pause)
+        text = describe(told, self._ranks, idle, 3 * self._pause)
         if self._store is not None and now - self._answered > 3 * self._pause:
             text += f" The store has not answered for {now - self._answered:.0f} s."
         line = f"ottava train: rank {self._rank}: {text} Stacks and collectives of every rank: {self._folder}"
         within(SAY_S, lambda: tell(line))
         if not within(KEEP_S, lambda: self._keep(text)):
             within(SAY_S, lambda: faulthandler.dump_traceback(file=2, all_threads=True))
-        self._kill([told[rank] for rank in silent(told, self._size, 3 * self._pause) if rank in told])
+        quiet = silent(told, self._ranks, 3 * self._pause)
+        self._kill([told[rank] for rank in quiet if rank in told])
+        if self._kept and phase != "stalled" and self._rank not in (quiet or behind(told)):
+            self._last = (time.monotonic(), step, "stalled", beats)  # those that are to blame end, and the others go on
+            return
         os._exit(STALLED)  # the main thread waits in a call that will not return
 
     def _keep(self, text: str) -> None:
@@ -181,34 +209,47 @@ class Watchdog:
 
 
 class FrozenRanks:
-    """For the launcher, which serves the store: ranks whose whole process stands still, so that nothing in it can end it.
+    """For a launcher: ranks whose whole process stands still, so that nothing in it can end it.
 
-    >>> FrozenRanks(config.health, store, count).kill(processes)
+    >>> FrozenRanks(config.health, store, range(4)).kill(processes)
     [1]
     """
 
-    def __init__(self, section: HealthSection, store: dist.Store, count: int) -> None:
+    def __init__(self, section: HealthSection, store: dist.Store, ranks: Sequence[int]) -> None:
         self.pause = pause_of(section)
         self._limit = section.watchdog_s and section.watchdog_s + 2 * self.pause
-        self._store, self._count = dist.PrefixStore(PREFIX, store), count
+        self._store, self._ranks = dist.PrefixStore(PREFIX, store), ranks
         self._heard: dict[int, tuple[dict[str, Any], float]] = {}
-        self.killed: list[int] = []
+        self.killed: set[int] = set()
+        """All that were, and were not replaced."""
 
-    def kill(self, processes: Sequence[Any]) -> list[int]:
-        """Kills and names those that are frozen. To be called every `pause` seconds."""
-        if not self._limit:
+    def forget(self, rank: int) -> None:
+        """It has been replaced."""
+        self._heard.pop(rank, None)
+        self.killed.discard(rank)
+
+    def kill(self, processes: Any) -> list[int]:
+        """Kills and names those that are frozen. To be called every `pause` seconds. A store that does not answer proves nothing."""
+        if not self._limit or not within(SAY_S, self._listen, quiet=True):
             return []
-        for rank in range(self._count):
-            listen(self._store, rank, self._heard)
         now = time.monotonic()
-        self.killed = [rank for rank, (_, since) in self._heard.items() if now - since > self._limit]
-        for rank in self.killed:
+        found = [
+            rank
+            for rank, (_, since) in self._heard.items()
+            if now - since > self._limit and rank not in self.killed and processes[rank].exitcode is None
+        ]
+        self.killed.update(found)
+        for rank in found:
             at = self._heard[rank][0]
             tell(
                 f"ottava train: rank {rank} stands still as a whole process, since step {at['step']}, {at['phase']}: killed."
             )
             processes[rank].kill()
-        return self.killed
+        return found
+
+    def _listen(self) -> None:
+        for rank in self._ranks:
+            listen(self._store, rank, self._heard)
 
 
 def listen(store: dist.Store, rank: int, heard: dict[int, tuple[dict[str, Any], float]]) -> None:
@@ -220,8 +261,11 @@ def listen(store: dist.Store, rank: int, heard: dict[int, tuple[dict[str, Any], 
         heard[rank] = (state, time.monotonic())
 
 
-def within(seconds: float, work: Callable[[], None]) -> bool:
-    """Whether `work` came to its end in time. It is left alone otherwise: a file system may have frozen under it."""
+def within(seconds: float, work: Callable[[], None], quiet: bool = False) -> bool:
+    """Whether `work` came to its end in time. It is left alone otherwise: a file system may have frozen under it.
+
+    quiet: what it raises is not told.
+    """
     done = threading.Event()
 
     def run() -> None:
@@ -229,7 +273,8 @@ def within(seconds: float, work: Callable[[], None]) -> bool:
             work()
             done.set()
         except Exception as error:
-            tell(f"ottava train: {type(error).__name__}: {error}")
+            if not quiet:
+                tell(f"ottava train: {type(error).__name__}: {error}")
 
     thread = threading.Thread(target=run, daemon=True)
     try:
@@ -240,19 +285,25 @@ def within(seconds: float, work: Callable[[], None]) -> bool:
     return done.is_set()
 
 
-def silent(told: dict[int, dict[str, Any]], size: int, silence: float) -> list[int]:
-    """Ranks that have told nothing for more than `silence` seconds."""
-    return [rank for rank in range(size) if rank not in told or told[rank]["age"] > silence]
+def silent(told: dict[int, dict[str, Any]], ranks: Sequence[int], silence: float) -> list[int]:
+    """Those of `ranks` that have told nothing for more than `silence` seconds."""
+    return [rank for rank in ranks if rank not in told or told[rank]["age"] > silence]
 
 
-def describe(told: dict[int, dict[str, Any]], size: int, idle: float, silence: float) -> str:
+def behind(told: dict[int, dict[str, Any]]) -> list[int]:
+    """Ranks that have come less far than others; all of them, if all are in the same place."""
+    least = min(state["beats"] for state in told.values())
+    return [rank for rank in sorted(told) if told[rank]["beats"] == least]
+
+
+def describe(told: dict[int, dict[str, Any]], ranks: Sequence[int], idle: float, silence: float) -> str:
     """Who is to blame, in words. told: what each rank said last, and how long ago; silence: seconds after which one counts as silent.
 
     >>> at = {"step": 7, "age": 1.0}
-    >>> describe({0: {**at, "phase": "agreement", "beats": 31}, 1: {**at, "phase": "data", "beats": 28}}, 2, 60, 10)
+    >>> describe({0: {**at, "phase": "agreement", "beats": 31}, 1: {**at, "phase": "data", "beats": 28}}, range(2), 60, 10)
     'no progress for 60 s. Rank 1 is behind: step 7, data; the others are at step 7, agreement.'
     """
-    if quiet := silent(told, size, silence):
+    if quiet := silent(told, ranks, silence):
         last = "; ".join(f"rank {r} was at step {told[r]['step']}, {told[r]['phase']}" for r in quiet if r in told)
         return f"no progress for {idle:.0f} s. Silent, so stopped or dead: rank {_names(quiet)}" + (
             f" ({last})." if last else "."
@@ -261,9 +312,8 @@ def describe(told: dict[int, dict[str, Any]], size: int, idle: float, silence: f
     first, last_one = told[order[0]], told[order[-1]]
     if first["beats"] == last_one["beats"]:
         return f"no progress for {idle:.0f} s. All ranks are at step {first['step']}, {first['phase']}."
-    behind = [rank for rank in sorted(told) if told[rank]["beats"] == first["beats"]]
     return (
-        f"no progress for {idle:.0f} s. Rank {_names(behind)} is behind: step {first['step']}, {first['phase']}; "
+        f"no progress for {idle:.0f} s. Rank {_names(behind(told))} is behind: step {first['step']}, {first['phase']}; "
         f"the others are at step {last_one['step']}, {last_one['phase']}."
     )
 

@@ -7,12 +7,15 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from ottava.train.members import Members
 
 LEAST_TIMEOUT_S = 60.0
 T = TypeVar("T")
@@ -33,6 +36,9 @@ class Place:
     host: str | None = None
     """Of the store that the launcher serves. None: where torchrun's variables say."""
     port: int | None = None
+    kept: bool = False
+    """Whether a launcher of ours keeps the run alive: when a rank dies, the others meet again in a new generation (members.py). `rank` is
+    the seat then, and `size` the number of seats."""
 
     @classmethod
     def from_torchrun(cls, variables: Mapping[str, str] = os.environ) -> Place | None:
@@ -58,12 +64,60 @@ class World:
     ) -> None:
         self.rank, self.size = place.rank, place.size
         self.device = _device(place)
-        options: dict[str, Any] = {"timeout": timedelta(seconds=max(timeout, LEAST_TIMEOUT_S))}
-        store = _store(place)
+        self._place, self._timeout = place, timedelta(seconds=max(timeout, LEAST_TIMEOUT_S))
+        self._store = _store(place)
+        self._members: Members | None = None
+        if self._store is not None:
+            connected(self._store)
+            if place.kept:
+                self._members = Members(self._store, place.rank, (place.port,) if place.port else ())
+        self._connect()
+
+    def _connect(self) -> None:
+        """All ranks, in a process group."""
+        options: dict[str, Any] = {"timeout": self._timeout}
+        store = self._store
+        if self._members is not None:
+            assert store is not None
+            plan = self._members.come()
+            self.rank, self.size = plan.seats.index(self._place.rank), len(plan.seats)
+            store = dist.PrefixStore(f"generation-{self._members.generation}", store)
         if store is not None:
-            options |= {"store": store, "rank": place.rank, "world_size": place.size}
-            connected(store)
-        dist.init_process_group(_backend(self.device, place), **options | _bound(self.device, place))
+            options |= {"store": store, "rank": self.rank, "world_size": self.size}
+        dist.init_process_group(_backend(self.device, self._place), **options | _bound(self.device, self._place))
+
+    @property
+    def generation(self) -> int:
+        """How often the ranks have met anew."""
+        return self._members.generation if self._members is not None else 0
+
+    @property
+    def kept(self) -> bool:
+        """Whether the death of a rank is survived, in company."""
+        return self._members is not None and self.size > 1
+
+    @property
+    def seats(self) -> tuple[int, ...]:
+        """In order of rank."""
+        return self._members.plan.seats if self._members is not None else tuple(range(self.size))
+
+    @property
+    def cause(self) -> str:
+        """Why they have, the last time."""
+        return self._members.plan.cause if self._members is not None else ""
+
+    def survives(self, error: Exception) -> bool:
+        """Whether `error` came from the death of another rank, and the others will meet again. Then call `meet_again`."""
+        return self._members is not None and self._members.call_up(error)
+
+    def meet_again(self) -> None:
+        """In a new process group, with the ranks that are left and those that are new. Nothing may hold the old groups' models any more.
+
+        Raises Released in a rank that is not needed.
+        """
+        with suppress(RuntimeError):  # what is left in it has failed
+            dist.destroy_process_group()
+        self._connect()
 
     @property
     def leads(self) -> bool:
@@ -138,7 +192,23 @@ def _store(place: Place, variables: Mapping[str, str] = os.environ) -> dist.Stor
     return rendezvous(dist.TCPStore(address, port, is_master=False, wait_for_workers=False), address, place.rank)
 
 
-def rendezvous(known: dist.Store, host: str, rank: int, seconds: float = 300.0) -> dist.Store:
+def shared_store(place: Place, variables: Mapping[str, str] = os.environ) -> tuple[dist.Store, str, int]:
+    """For launchers of one rank each, which torchrun or Slurm has started: a store that the first of them serves, its host and port.
+
+    torchrun's own store is only asked where that is, or is not there at all (static rendezvous, srun): then it is served at MASTER_PORT.
+    """
+    host = variables["MASTER_ADDR"]
+    if variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        known = dist.TCPStore(host, int(variables["MASTER_PORT"]), is_master=False, wait_for_workers=False)
+        store = rendezvous(known, host, place.rank)
+    else:
+        store = dist.TCPStore(
+            host, int(variables["MASTER_PORT"]), is_master=place.rank == 0, wait_for_workers=False, multi_tenant=False
+        )
+    return store, host, store.port
+
+
+def rendezvous(known: dist.Store, host: str, rank: int, seconds: float = 300.0) -> dist.TCPStore:
     """A new store that rank 0 serves, for this start of the ranks alone. `known`: one that all ranks see; host: where rank 0 runs.
 
     torchrun's own store lives as long as torchrun does. After a restart it still has the addresses of ranks that are dead, and ranks
