@@ -1,7 +1,8 @@
 """`Copies`: what every rank holds of the run, twice: in its own memory and in that of its neighbour.
 
-When a rank dies, its part of the state dies with it. Its neighbour (the next rank) has a copy of some step, and every other rank has
-a copy of its own part of the same step: the newest step of which every part is left is where the run goes on, without a disk.
+When a rank dies, its part of the state dies with it. Its neighbour (the next rank, on the next machine if there are several) has a
+copy of some step, and every other rank has a copy of its own part of the same step: the newest step of which every part is left is
+where the run goes on, without a disk.
 
     make      each rank copies its part to the host and sends it to the next one; the step before is kept until all have done so
     restore   the ranks compare what they have; those who have lost their part get it from their neighbour
@@ -151,7 +152,8 @@ class Copies:
 
     def _pass_on(self, mine: Copy, world: World) -> Copy:
         """Sends this rank's copy to the next one; the copy of the rank before."""
-        after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+        apart = distance(world)
+        after, before = (world.rank + apart) % world.size, (world.rank - apart) % world.size
         sizes = torch.tensor([len(mine.about), mine.content.numel()])
         theirs = torch.empty_like(sizes)
         _exchange(sizes, after, theirs, before)
@@ -168,14 +170,14 @@ class Copies:
         table[5 * world.rank : 5 * world.rank + 5] = map(float, mine)
         numbers = [int(number) for number in world.max(table)]
         rows = [numbers[i : i + 5] for i in range(0, len(numbers), 5)]
-        return newest_whole([(row[0], row[1:3], row[3:5]) for row in rows], world.size)
+        return newest_whole([(row[0], row[1:3], row[3:5]) for row in rows], world.size, distance(world))
 
     def _give_back(self, step: int, mine: Copy | None, world: World) -> Copy:
         """To ranks that have lost their part, from those after them. Returns this rank's own."""
         lost = world.max([float(mine is None and rank == world.rank) for rank in range(world.size)])
         work = []
         for rank in [rank for rank, flag in enumerate(lost) if flag]:
-            holder = (rank + 1) % world.size
+            holder = (rank + distance(world)) % world.size
             if world.rank == holder:
                 copy = next(c for c in self.neighbours if c.step == step)
                 sizes = torch.tensor([len(copy.about), copy.content.numel()])
@@ -194,10 +196,16 @@ class Copies:
         return mine
 
 
-def newest_whole(held: list[tuple[int, list[int], list[int]]], size: int) -> int | None:
+def distance(world: World) -> int:
+    """How far a rank's neighbour is: on the next machine, if there are several."""
+    return world.local_size if world.size > world.local_size else 1
+
+
+def newest_whole(held: list[tuple[int, list[int], list[int]]], size: int, apart: int = 1) -> int | None:
     """The newest step of which every rank's part is left; None: there is none.
 
-    held: for each rank, of how many ranks its copies are (0: it has none), the steps of its own and those of its neighbour's.
+    held: for each rank, of how many ranks its copies are (0: it has none), the steps of its own and those of its neighbour's, which is
+    `apart` ranks before it.
 
         >>> newest_whole([(2, [7, 8], [8, -1]), (0, [-1, -1], [-1, -1])], 2)     # rank 1 is new; rank 0 has its step 8
         8
@@ -206,7 +214,7 @@ def newest_whole(held: list[tuple[int, list[int], list[int]]], size: int) -> int
         return None
     steps = {step for _, own, theirs in held for step in (*own, *theirs) if step >= 0}
     for step in sorted(steps, reverse=True):
-        if all(step in held[rank][1] or step in held[(rank + 1) % size][2] for rank in range(size)):
+        if all(step in held[rank][1] or step in held[(rank + apart) % size][2] for rank in range(size)):
             return step
     return None
 

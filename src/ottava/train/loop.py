@@ -212,10 +212,10 @@ class Loop:
         self.optimizer.zero_grad()
         self.done = step + 1
         span = self.clock.stop()
-        if verdict == "fine":
-            self._copy(span)
         validation = self._look_at_the_model()
         self.recorder.keep(self.done, found.loss, found.grad_norm, lr, span, validation, event)
+        if verdict == "fine":
+            self._copy(span)
         return found
 
     def _backward(self, step: int) -> Step:
@@ -288,9 +288,10 @@ class Loop:
     # ---------------------------------------------------------------------------------------------------- between steps
 
     def _copy(self, span: Span) -> None:
-        """The state, to a neighbour's memory, where that is due."""
+        """The state, to a neighbour's memory, where that is due. The steps that it contains have their lines first."""
         if self.world.kept and self.copies.due(self.done):
             self.watchdog.beat(self.done, "copy")
+            self.recorder.write()
             self.copies.make(self.done, self.world, self.model.module, self.optimizer, span.read()[0])
 
     def _begin_save(self) -> None:

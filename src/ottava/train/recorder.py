@@ -18,6 +18,7 @@ from ottava.train.flops import Bound, Peak, device_peak, measure_peak, quantized
 from ottava.train.metrics import FILE, Metrics, Sink, StepMetrics
 from ottava.train.model import DistributedModel
 from ottava.train.prometheus import Prometheus
+from ottava.train.restarts import note_restart
 from ottava.train.run_folder import next_attempt
 from ottava.train.sinks import Console, TensorBoard, WandB
 from ottava.train.world import World
@@ -115,6 +116,8 @@ class Recorder:
 
     def _open(self, done: int) -> Metrics:
         self._attempt = next_attempt(self.config.run_folder)
+        in_place = self.world.generation > 0
+        note_restart(self.config.run_folder, self._attempt, done, self.world.cause, in_place)
         return Metrics(self.config.run_folder, _sinks(self.config), first_step=done + 1)
 
     def note(self, event: str) -> None:

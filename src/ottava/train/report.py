@@ -21,6 +21,7 @@ from ottava.train import charts
 from ottava.train.charts import AREA_COLOURS, COLOURS, Mark, Series
 from ottava.train.clock import PARTS
 from ottava.train.metrics import FILE, read_metrics
+from ottava.train.restarts import Restart, effective_ratio, read_restarts
 
 HEALTH_FILE = "fp8.jsonl"
 LOOKS = 60  # columns of a heat map; of more looks, the worst of each few is shown
@@ -63,6 +64,7 @@ class Run:
     summary: dict[str, Any]
     health: list[dict[str, Any]]
     colour: str
+    restarts: Sequence[Restart] = ()
 
     def column(self, key: str) -> Series:
         """A metric over the steps."""
@@ -88,10 +90,17 @@ class Run:
         for step in self.steps:
             if step.get("attempt", 0) != attempt:
                 attempt = step.get("attempt", 0)
-                found.append((step["step"], f"restart {attempt}"))
+                found.append((step["step"], self._restart(attempt)))
             if step.get("event"):
                 found.append((step["step"], str(step["event"])))
         return found
+
+    def _restart(self, attempt: int) -> str:
+        known = next((one for one in self.restarts if one.attempt == attempt), None)
+        if known is None:
+            return f"restart {attempt}"
+        how = "in place" if known.in_place else "of the job"
+        return f"restart {attempt} {how}: {known.cause}; back to step {known.step}, {known.lost_s:,.1f} s lost"
 
 
 def load_run(folder: Path, colour: str = COLOURS[0], name: str = "") -> Run:
@@ -114,6 +123,7 @@ def load_run(folder: Path, colour: str = COLOURS[0], name: str = "") -> Run:
         summary=json.loads(summary.read_text(encoding="utf-8")) if summary.is_file() else {},
         health=[looks[step] for step in sorted(looks)],
         colour=colour,
+        restarts=read_restarts(folder),
     )
 
 
@@ -282,6 +292,8 @@ def _summary_card(runs: list[Run]) -> str:
         ("MFU", [_number(run.median("mfu"), ".1%") for run in runs]),
         ("Memory", [_number(run.last("peak_reserved_gib"), ",.2f", " GiB") for run in runs]),
         ("Restarts", [_number(run.last("attempt") or 0, ",") for run in runs]),
+        ("Time lost", [_number(sum(r.lost_s for r in run.restarts) or None, ",.1f", " s") for run in runs]),
+        ("Time on steps", [_number(effective_ratio(run.steps, run.restarts), ".1%") for run in runs]),
     ]
     table = _table(("Run", *_names(runs)), [(name, *cells) for name, cells in rows if any(cells)])
     return _card("Summary", table, wide=len(runs) > 2)

@@ -15,7 +15,7 @@ from contextlib import suppress
 
 
 def sever(kept: Collection[int] = ()) -> int:
-    """Shuts down all TCP connections that are not Python's own (W&B, Prometheus) nor lead to a port of `kept` (the store's).
+    """Shuts down all TCP connections that are not Python's own (W&B, Prometheus) nor have a port of `kept` (the store's) at an end.
 
     Returns how many they were. From any thread.
 
@@ -28,7 +28,7 @@ def sever(kept: Collection[int] = ()) -> int:
         with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
             if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
                 continue
-            if connection.getpeername()[1] in kept:  # OSError: it listens
+            if {connection.getpeername()[1], connection.getsockname()[1]} & set(kept):  # OSError: it listens
                 continue
             connection.shutdown(socket.SHUT_RDWR)
             count += 1

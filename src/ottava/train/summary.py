@@ -9,6 +9,7 @@ from typing import Any
 
 from ottava.train.config import Config
 from ottava.train.gates import Gate
+from ottava.train.restarts import effective_ratio, read_restarts
 
 MEDIANS = ("tokens_per_s", "step_s", "tflops_per_gpu", "mfu")
 
@@ -30,6 +31,7 @@ def summarize(
         return next((line[key] for line in reversed(lines) if line.get(key) is not None), None)
 
     validation = last("validation_loss")
+    restarts = read_restarts(config.run_folder)
     return {
         "outcome": outcome,
         "step": last("step") or 0,
@@ -45,6 +47,8 @@ def summarize(
             (line["peak_reserved_gib"] for line in lines if line.get("peak_reserved_gib")), default=None
         ),
         "restarts": last("attempt") or 0,
+        "lost_s": sum(restart.lost_s for restart in restarts),
+        "effective_training_time_ratio": effective_ratio(lines, restarts),
         "gates": [gate.as_dict() for gate in gates],
         **more,
     }
@@ -86,7 +90,10 @@ def as_text(config: Config, summary: dict[str, Any]) -> str:
     if summary["peak_reserved_gib"] is not None:
         rows.append(("memory a rank", f"{summary['peak_reserved_gib']:.2f} GiB"))
     if summary["restarts"]:
-        rows.append(("restarts", str(summary["restarts"])))
+        lost, ratio = summary["lost_s"], summary["effective_training_time_ratio"]
+        rows.append(("restarts", f"{summary['restarts']}, {lost:,.1f} s lost"))
+        if ratio is not None:
+            rows.append(("time on steps", f"{ratio:.1%}"))
     folder = config.run_folder
     looks: list[tuple[str, ...]] = [
         ("ottava report " + str(folder), "one page with all curves"),

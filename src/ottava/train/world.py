@@ -64,6 +64,8 @@ class World:
     ) -> None:
         self.rank, self.size = place.rank, place.size
         self.device = _device(place)
+        self.local_size = place.local_size
+        """Ranks of this machine."""
         self._place, self._timeout = place, timedelta(seconds=max(timeout, LEAST_TIMEOUT_S))
         self._store = _store(place)
         self._members: Members | None = None

@@ -1,0 +1,128 @@
+"""RUN/restarts.jsonl: every restart of a run, what it cost, and the share of the time that went into steps that count.
+
+    lost = down + redone       seconds without a step, from the last line of metrics to the start of the next step;
+                               seconds of steps that are done again
+    effective training time ratio = seconds of steps that count / (the same + lost)
+
+`modelled_ratio` is the same for a job that nobody has run: of so many hours between interruptions, steps of so many seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ottava.notices import warn_once
+from ottava.train.metrics import FILE as METRICS
+from ottava.train.metrics import read_metrics
+
+FILE = "restarts.jsonl"
+SUMMARY = "summary.json"
+
+
+@dataclass(frozen=True)
+class Restart:
+    """One of them."""
+
+    attempt: int
+    cause: str
+    in_place: bool
+    """Whether the other ranks kept their processes."""
+    planned: bool
+    """Whether the run had been asked to stop: the time until somebody started it again is nobody's loss."""
+    step_before: int
+    """Steps that were done before."""
+    step: int
+    """Steps that are done after."""
+    down_s: float
+    redone_s: float
+
+    @property
+    def lost_s(self) -> float:
+        """Seconds."""
+        return self.down_s + self.redone_s
+
+
+def note_restart(folder: Path, attempt: int, done: int, cause: str = "", in_place: bool = False) -> Restart | None:
+    """Before the lines of steps that will be done again are dropped: writes what the restart costs. None: there is nothing to restart.
+
+    A disk that cannot be written to is no reason not to go on.
+    """
+    path = folder / METRICS
+    if not attempt or not path.is_file():
+        return None
+    lines = list(read_metrics(path))
+    last = lines[-1]["step"] if lines else 0
+    changed = path.stat().st_mtime
+    planned = not in_place and _ended_well(folder, changed)
+    down = 0.0 if planned else max(time.time() - changed, 0.0)
+    redone = sum(line.get("step_s") or 0.0 for line in lines if line["step"] > done)
+    found = Restart(
+        attempt, cause or ("started again" if not planned else "continued"), in_place, planned, last, done, down, redone
+    )
+    try:
+        with (folder / FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(found)) + "\n")
+    except OSError as error:
+        warn_once(f"{folder / FILE} cannot be written: {error.strerror}.")
+    return found
+
+
+def _ended_well(folder: Path, changed: float) -> bool:
+    """Whether the attempt before wrote its summary: it was done, or stopped by a signal."""
+    try:
+        summary = folder / SUMMARY
+        return summary.stat().st_mtime >= changed - 1.0 and json.loads(summary.read_text())["outcome"].startswith(
+            ("done", "stopped")
+        )
+    except (OSError, ValueError, KeyError, AttributeError):
+        return False
+
+
+def read_restarts(folder: Path) -> list[Restart]:
+    """All that a run has noted. A damaged line is passed over."""
+    found = []
+    try:
+        lines = (folder / FILE).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        try:
+            found.append(Restart(**json.loads(line)))
+        except (ValueError, TypeError, RecursionError):
+            warn_once(f"{folder / FILE} has a damaged line, which is passed over.")
+    return found
+
+
+def effective_ratio(lines: Sequence[dict[str, Any]], restarts: Sequence[Restart]) -> float | None:
+    """Share of the time that went into steps that count; None without any step.
+
+    >>> effective_ratio([{"step": 1, "step_s": 99.0}], [])
+    1.0
+    """
+    counted = sum(line.get("step_s") or 0.0 for line in lines)
+    return counted / (counted + sum(restart.lost_s for restart in restarts)) if counted else None
+
+
+def modelled_ratio(
+    interval_s: float,
+    step_s: float,
+    state_every_s: float,
+    recovery_s: float,
+    overhead: float = 0.0,
+) -> float:
+    """The effective training time ratio of a job that is interrupted every interval_s seconds, on average.
+
+    Each time it loses recovery_s, and what was done since the last state that is left: half the time between two of them (state_every_s:
+    checkpoints, or copies in memory), and half a step, which is over nowhere. overhead: share of the time that making states takes.
+
+        >>> modelled_ratio(3 * 3600, step_s=60, state_every_s=60, recovery_s=63, overhead=0.01) > 0.98
+        True
+    """
+    # Of a state after every step there is nothing between but the step itself.
+    since = max(state_every_s - step_s, 0.0) / 2 + step_s / 2
+    return max(1.0 - (recovery_s + since) / interval_s, 0.0) * (1.0 - overhead)
