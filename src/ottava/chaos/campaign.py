@@ -181,6 +181,7 @@ class Run:
         shutil.rmtree(self.marks, ignore_errors=True)
         self.folder = ground.folder / "run"
         self._began: float | None = None
+        self._stopped_at: dict[int, int] = {}
 
     def go(self) -> None:
         """Until it is done, or cannot be."""
@@ -214,9 +215,10 @@ class Run:
         code = 128 - code if code < 0 else code
         self._look(job, self._furthest())
         current = self._current()
-        if current is not None and code != exits.DONE and current.code is None and current.lost_s is None:
+        if current is not None and code != exits.DONE and current.code is None:
             current.code, current.end_s = code, time.time() - self._mark(current)["time"]
-            current.survived = False
+            current.survived, current.lost_s = False, None
+            self._stopped_at[current.fault.number] = self._furthest()
         return code
 
     def _look(self, job: subprocess.Popen[bytes], furthest: int) -> None:
@@ -229,7 +231,7 @@ class Run:
                 if outcome.fault.kind == "sigstop" and outcome.fault.rank == LAUNCHER:
                     time.sleep(5.0)
                     os.kill(job.pid, signal.SIGCONT)
-            if outcome.struck and outcome.lost_s is None and furthest > self._mark(outcome)["step"]:
+            if outcome.struck and outcome.lost_s is None and furthest > self._step_of(outcome):
                 outcome.lost_s = time.time() - self._mark(outcome)["time"]
 
     def _current(self) -> Outcome | None:
@@ -239,6 +241,10 @@ class Run:
 
     def _mark(self, outcome: Outcome) -> dict[str, Any]:
         return json.loads(struck(self.marks, outcome.fault.number).read_text() or '{"time": 0, "step": 0}')
+
+    def _step_of(self, outcome: Outcome) -> int:
+        """Steps that were done when it struck, or, if the job ended by it (perhaps after saving), when that ended."""
+        return max(self._mark(outcome)["step"], self._stopped_at.get(outcome.fault.number, 0))
 
     def _furthest(self) -> int:
         """Steps that are done, as far as the file says."""

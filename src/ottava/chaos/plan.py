@@ -95,7 +95,7 @@ def draw(
         raise ValueError(f"There is no fault {unknown[0]!r}; there are {', '.join(KINDS)}.")
     chance = random.Random(f"{seed} {ranks} {steps}")
     drawn: list[tuple[str, str, int, int]] = []
-    turns = dict.fromkeys(kinds, chance.randrange(len(PHASES)))
+    turns = {kind: chance.randrange(len(PHASES)) for kind in kinds}
     usable = [kind for kind in kinds if set(KINDS[kind].phases) & set(phases)]
     if not usable:
         raise ValueError(f"None of the faults {', '.join(kinds)} can come in the phases {', '.join(phases)}.")

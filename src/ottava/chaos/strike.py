@@ -13,7 +13,7 @@ import socket
 import struct
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +84,11 @@ def exhaust_memory() -> None:
 def fill(folder: Path) -> None:
     """Every block of the file system that the run lies on, which must be one of its own."""
     with (folder / FILLER).open("wb", buffering=0) as file:
-        try:
-            for size in (1 << 20, 1 << 12):
-                while file.write(b"\0" * size) == size:
-                    pass
-        except OSError:  # full
-            os.ftruncate(file.fileno(), file.tell())
+        for size in (1 << 20, 1 << 14):
+            with suppress(OSError):  # no space left
+                while True:
+                    file.write(b"\0" * size)
+                    os.fsync(file.fileno())  # space is only promised before
 
 
 def freeze(folder: Path) -> None:

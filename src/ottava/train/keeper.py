@@ -88,9 +88,9 @@ class Keeper:
                 f"health.restarts ({self._section.restarts}) is used up."
             )
             return False
-        tell(f"ottava train: rank {seat} has ended ({name_of(code)}): the others go on.")
         if self._ask(lambda: self._announce(seat, code)) is None:
             return False
+        tell(f"ottava train: rank {seat} has ended ({name_of(code)}): the others go on.")
         if seat in self._plan.seats:
             self._ranks[seat] = self._start(seat)
         else:

@@ -180,13 +180,16 @@ class Watchdog:
         _, step, phase, beats = self._last
         told[self._rank] = {"step": step, "phase": phase, "beats": beats, "age": 0.0}
         text = describe(told, self._ranks, idle, 3 * self._pause)
-        if self._store is not None and now - self._answered > 3 * self._pause:
+        unreachable = self._store is not None and now - self._answered > 3 * self._pause
+        if unreachable:
             text += f" The store has not answered for {now - self._answered:.0f} s."
         line = f"ottava train: rank {self._rank}: {text} Stacks and collectives of every rank: {self._folder}"
         within(SAY_S, lambda: tell(line))
         if not within(KEEP_S, lambda: self._keep(text)):
             within(SAY_S, lambda: faulthandler.dump_traceback(file=2, all_threads=True))
         quiet = silent(told, self._ranks, 3 * self._pause)
+        if self._kept and unreachable:
+            os._exit(STALLED)  # a launcher serves it: the network is cut, and silence says nothing about the others
         self._kill([told[rank] for rank in quiet if rank in told])
         if self._kept and phase != "stalled" and self._rank not in (quiet or behind(told)):
             self._last = (time.monotonic(), step, "stalled", beats)  # those that are to blame end, and the others go on
