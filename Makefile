@@ -10,7 +10,7 @@ WORKERS ?= 2
 SHARED  := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install debian test pytest test-fast test-extra test-gpu docs-test lint format clean train
+.PHONY: help install debian test pytest test-fast test-extra test-chaos test-gpu docs-test lint format clean train
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -42,6 +42,10 @@ test-fast: $(STAMP) ## the tests that are not marked slow
 
 test-extra: $(STAMP) ## tests that take many minutes and show little more than the others
 	$(BIN)/python -m pytest -q -m extra
+
+test-chaos: $(STAMP) ## 300 faults of all kinds on 2 and 4 ranks, ottava train and torchrun: hours on two cores
+	$(BIN)/python -m ottava chaos benchmarks/chaos.toml --count 300 --ranks 2,4 --launcher ottava,torchrun \
+	  --output benchmarks/results/chaos-$$(uname -m)-$$(nproc)cpu.json
 
 test-gpu: $(STAMP) ## the tests that need a CUDA device
 	PYTHON=$(BIN)/python bash tests/gpu/run.sh

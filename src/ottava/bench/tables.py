@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -101,8 +102,37 @@ def attention(document: dict[str, Any]) -> str:
     return _markdown(["backend", "forward ms", "backward ms", "TFLOP/s"], rows)
 
 
+def chaos(document: dict[str, Any]) -> str:
+    """Of `ottava chaos`: one line a kind of fault."""
+    rows = []
+    for kind in document["kinds"]:
+        if why := document["skipped"].get(kind):
+            rows.append([kind, f"skipped: {why}", *[""] * 5])
+            continue
+        own = [one for one in document["faults"] if one["kind"] == kind]
+        if not own:
+            continue
+        ended = [one for one in own if one["code"] is not None]
+        codes = ", ".join(str(code) for code in sorted({one["code"] for one in ended}))
+        lost = [one["lost_s"] for one in own if one["lost_s"] is not None]
+        ends = [one["end_s"] for one in ended]
+        rows.append(
+            [
+                kind,
+                str(len(own)),
+                str(sum(one["survived"] for one in own)),
+                f"{len(ended)} ({codes})" if ended else "0",
+                str(sum(one["equal"] for one in own)),
+                f"{statistics.median(lost):.1f}" if lost else "-",
+                f"{max(ends):.1f}" if ends else "-",
+            ]
+        )
+    head = ["fault", "times", "went on by itself", "ended, started again (exit codes)", "bits equal", "median s lost"]
+    return _markdown([*head, "longest s to end"], rows)
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
-    "layer": layer, "step": step, "kernels": kernels, "gemm": gemm, "attention": attention,
+    "layer": layer, "step": step, "kernels": kernels, "gemm": gemm, "attention": attention, "chaos": chaos,
 }  # fmt: skip
 
 

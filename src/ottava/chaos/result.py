@@ -1,27 +1,33 @@
-"""What a campaign found: a JSON file, and the table by kind that is made of it."""
+"""What a campaign found, as JSON; `ottava.bench.tables` makes the table by kind of it."""
 
 from __future__ import annotations
 
 import json
+import os
 import platform
-import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ottava.chaos.campaign import CODES, END_S, Campaign, Outcome
 from ottava.chaos.plan import KINDS
 from ottava.train.config import HealthSection
 
 
-def result(campaigns: Sequence[tuple[Campaign, Sequence[Outcome]]], seed: int) -> dict[str, Any]:
+def result(campaigns: Sequence[tuple[Campaign, Sequence[Outcome]]], seed: int, command: str) -> dict[str, Any]:
     """Everything, as JSON can hold it."""
     outcomes = [outcome.as_json() for _, found in campaigns for outcome in found]
     steps, wall = sum(c.steps_s for c, _ in campaigns), sum(c.wall_s for c, _ in campaigns)
     first = campaigns[0][0]
+    device = f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores"
     return {
-        "machine": f"{platform.machine()}, {len(cpus())} cores",
+        "benchmark": "chaos",
+        "command": command,
+        "machine": {"device": device, "torch": torch.__version__, "load": os.getloadavg()[0]},
+        "kinds": list(KINDS),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "seed": seed,
         "watchdog_s": first.config.health.watchdog_s,
@@ -30,13 +36,6 @@ def result(campaigns: Sequence[tuple[Campaign, Sequence[Outcome]]], seed: int) -
         "skipped": {kind: why for campaign, _ in campaigns for kind, why in campaign.skipped.items()},
         "faults": outcomes,
     }
-
-
-def cpus() -> set[int]:
-    """Cores that this process may use."""
-    import os
-
-    return os.sched_getaffinity(0)
 
 
 def limit(section: HealthSection, phase: str) -> float:
@@ -61,31 +60,7 @@ def failures(found: dict[str, Any]) -> list[str]:
     return problems
 
 
-def table(found: dict[str, Any]) -> str:
-    """By kind, in Markdown."""
-    rows = [
-        "| fault | times | went on by itself | ended, and was started again (exit codes) | bits equal | median time lost | longest end |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for kind in KINDS:
-        own = [one for one in found["faults"] if one["kind"] == kind]
-        if not own:
-            if kind in found["skipped"]:
-                rows.append(f"| {kind} | skipped: {found['skipped'][kind]} | | | | | |")
-            continue
-        ended = [one for one in own if one["code"] is not None]
-        codes = ", ".join(str(code) for code in sorted({one["code"] for one in ended}))
-        lost = [one["lost_s"] for one in own if one["lost_s"] is not None]
-        ends = [one["end_s"] for one in ended if one["end_s"] is not None]
-        rows.append(
-            f"| {kind} | {len(own)} | {sum(one['survived'] for one in own)} | {len(ended)}{f' ({codes})' if codes else ''} | "
-            f"{sum(one['equal'] for one in own)} | {f'{statistics.median(lost):.1f} s' if lost else ''} | "
-            f"{f'{max(ends):.1f} s' if ends else ''} |"
-        )
-    return "\n".join(rows)
-
-
 def write(found: dict[str, Any], path: Path) -> None:
-    """A file that `table` can be made of again."""
+    """To a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found, indent=1) + "\n")

@@ -48,8 +48,8 @@ def strike(fault: Fault, folder: Path, launcher: int) -> None:
         "thread": lambda: throw_into_thread(random.Random(fault.seed)),
         "gil": lambda: ctypes.PyDLL(None).sleep(FOREVER_S),
         "memory": exhaust_memory,
-        "disk-full": lambda: fill(folder),
-        "disk-frozen": lambda: freeze(folder),
+        "disk-full": lambda: fill(own_disk(folder)),
+        "disk-frozen": lambda: freeze(own_disk(folder)),
         "network": lambda: loopback(up=False),
         "slow": lambda: None,  # `SLOW_TIMES` places, see arm.py
         "bit-flip": lambda: flip(fault),
@@ -81,8 +81,15 @@ def exhaust_memory() -> None:
 # --------------------------------------------------------------------------------------------------- disks and networks
 
 
+def own_disk(run: Path) -> Path:
+    """The file system that was made for the run in `run`. Another one is not touched."""
+    if not os.path.ismount(run.parent):
+        raise AssertionError(f"{run.parent} is no file system of its own.")
+    return run.parent
+
+
 def fill(folder: Path) -> None:
-    """Every block of the file system that the run lies on, which must be one of its own."""
+    """Every block of the file system of `folder`."""
     with (folder / FILLER).open("wb", buffering=0) as file:
         for size in (1 << 20, 1 << 14):
             with suppress(OSError):  # no space left

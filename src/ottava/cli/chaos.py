@@ -30,9 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _chaos(options: argparse.Namespace) -> int:
+    from ottava.bench.tables import chaos as table
     from ottava.chaos.campaign import Campaign
     from ottava.chaos.plan import KINDS, draw
-    from ottava.chaos.result import failures, result, table, write
+    from ottava.chaos.result import failures, result, write
     from ottava.train.arguments import parse
 
     try:
@@ -60,7 +61,9 @@ def _chaos(options: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"ottava chaos: {error}", file=sys.stderr)
         return 2
-    summary = result(found, options.seed)
+    command = f"ottava chaos {Path(options.config).name} --count {options.count} --seed {options.seed} --ranks {options.ranks} "
+    command += f"--launcher {options.launcher}" + (f" --faults {options.faults}" if options.faults != "all" else "")
+    summary = result(found, options.seed, command)
     if options.output:
         write(summary, options.output)
     print(table(summary))

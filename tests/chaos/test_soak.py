@@ -1,0 +1,93 @@
+"""A short soak: 20 faults on real jobs, and what comes of them has the bits of an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from ottava.chaos.campaign import Campaign
+from ottava.chaos.plan import KINDS, Fault, draw
+from ottava.chaos.result import failures, result
+from ottava.cli.main import main
+from ottava.train.arguments import parse, to_toml
+from ottava.train.config import Config
+from train.runs import tiny
+
+pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
+CHEAP = ["sigkill", "sigsegv", "abort", "exception", "slow", "memory"]
+"""Of those that a core is not busy with for long."""
+LATE = ["data", "forward", "backward", "optimizer", "save", "evaluation"]
+
+
+def job(folder: Path, steps: int) -> Config:
+    return tiny(
+        folder,
+        data={"validation_fraction": 0.02},
+        train={"steps": steps, "evaluate_every": 10, "evaluate_batches": 1, "micro_batch": 4},
+        precision={"recipe": "none"},
+        checkpoint={"every": 8, "background": True},
+        metrics={"fp8_every": 0, "console_every": 20},
+        health={"restarts": 3, "watchdog_s": 60.0},
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_twenty_faults_leave_no_trace(tmp_path):
+    config = job(tmp_path, steps=60)
+    runs = draw(CHEAP, 18, seed=14, ranks=2, steps=60, phases=LATE, per_run=18)
+    early = [[Fault(0, "sigkill", "start", 1, 0), Fault(1, "sigterm", "data", 0, 9)]]
+    said: list[str] = []
+    campaign = Campaign(config, 2, "ottava", tmp_path / "work", said.append)
+    outcomes = campaign.run([*early, *runs])
+    found = result([(campaign, outcomes)], seed=14, command="")
+    assert len(outcomes) == 20 and all(outcome.struck for outcome in outcomes), said
+    assert failures(found) == [], said
+    assert all(
+        outcome.survived for outcome in outcomes if outcome.fault.kind in CHEAP[:-2] and outcome.fault.rank >= 0
+    ), said
+    assert 0.0 < found["effective_training_time_ratio"] < 1.0
+    json.dumps(found)
+
+
+@pytest.mark.extra
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("launcher", ["ottava", "torchrun"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_kind_of_fault(tmp_path, launcher, ranks):
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(parse([str(Path(__file__).parents[2] / "benchmarks" / "chaos.toml")])[0]))
+    words = [
+        "chaos",
+        str(path),
+        "--count",
+        str(len(KINDS)),
+        "--seed",
+        "1",
+        "--ranks",
+        str(ranks),
+        "--launcher",
+        launcher,
+    ]
+    assert main([*words, "--work", str(tmp_path / "work")]) == 0
+
+
+def test_wrong_usage_is_said(tmp_path, capsys):
+    config = job(tmp_path, steps=20)
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(config))
+    assert main(["chaos", str(path), "--faults", "sigfoo"]) == 2
+    assert "There is no fault 'sigfoo'" in capsys.readouterr().err
+    assert main(["chaos", str(path), "--launcher", "mpirun"]) == 2
+    assert "expected ottava or torchrun" in capsys.readouterr().err
+
+
+def test_faults_that_need_root_are_skipped_by_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    said: list[str] = []
+    campaign = Campaign(job(tmp_path, steps=20), 2, "ottava", tmp_path, said.append)
+    assert campaign._impossible({"disk-full", "sigkill"}) == {"disk-full": "needs root"}
+    assert said == ["disk-full: skipped: needs root."]
