@@ -348,6 +348,11 @@ def test_flight_record_is_json() -> None:
     assert isinstance(json.loads(torch_private.flight_record()), dict)
 
 
+def test_without_a_gpu_there_is_nothing_to_abort() -> None:
+    if not torch.cuda.is_available():  # with one: tests/gpu/test_restart.py
+        assert torch_private.abort_device_groups() == 0
+
+
 def test_peak_memory_of_a_step_without_data() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -404,6 +409,7 @@ def test_every_function_is_tested_here() -> None:
         "fake_store",
         "peak_memory",
         "flight_record",
+        "abort_device_groups",
         "inside_backward",
         "backward_id",
         "at_end_of_backward",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 
@@ -154,3 +155,16 @@ def test_prefetch_raises_where_the_result_would_have_come():
         for _ in range(2):  # and again, instead of waiting for ever
             with pytest.raises(ValueError, match="c.tokens is damaged"):
                 next(results)
+
+
+def test_a_thread_that_was_killed_is_an_error_and_no_wait_for_ever():
+    batches = Prefetch(lambda step: step, depth=1)
+    assert next(batches) == 0
+    while batches._thread.is_alive():
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(batches._thread.ident), ctypes.py_object(KeyboardInterrupt)
+        )
+        time.sleep(0.05)
+    with pytest.raises((RuntimeError, KeyboardInterrupt)):
+        for _ in range(5):
+            next(batches)

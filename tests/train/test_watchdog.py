@@ -136,7 +136,7 @@ def test_every_batch_of_an_evaluation_is_a_beat():
     assert len(beats) == 6
 
 
-def test_the_launcher_kills_a_rank_that_says_nothing_any_more(capfd):
+def test_the_launcher_kills_a_rank_that_says_nothing_any_more(capfd, monkeypatch):
     store = torch.distributed.HashStore()
     told = torch.distributed.PrefixStore(watchdog.PREFIX, store)
     frozen = FrozenRanks(HealthSection(watchdog_s=0.4), store, range(2))
@@ -151,6 +151,15 @@ def test_the_launcher_kills_a_rank_that_says_nothing_any_more(capfd):
         time.sleep(0.02)
     assert [each.dead for each in ranks] == [False, True]
     assert "rank 1 stands still as a whole process, since step 5, data: killed." in capfd.readouterr().err
+    monkeypatch.setattr(watchdog, "UNKILLABLE_S", 0.1)
+    told.set("0", json.dumps({"step": 5, "phase": "agreement", "tick": -1, "ended": True}))  # its watchdog has ended it
+    frozen.kill(ranks)
+    time.sleep(0.2)
+    assert frozen.unkillable(ranks) == [1, 0]  # the kernel waits in both
+    ranks[1].exitcode = -9
+    assert frozen.unkillable(ranks) == [0]
+    frozen.forget(0)
+    assert frozen.unkillable(ranks) == []
 
 
 def test_within_says_whether_it_came_to_its_end(capfd):

@@ -271,10 +271,18 @@ class Prefetch(Generic[T]):
         if self._closed.is_set():
             raise StopIteration
         if self._failure is None:
-            value, self._failure = self._ready.get()
+            value, self._failure = self._get()
             if self._failure is None:
                 return value
         raise self._failure
+
+    def _get(self) -> tuple[Any, BaseException | None]:
+        while True:
+            try:
+                return self._ready.get(timeout=1.0)
+            except queue.Empty:
+                if not self._thread.is_alive() and self._ready.empty():  # killed where nothing could catch it
+                    return None, RuntimeError("The thread that reads data has ended without a word.")
 
     def close(self) -> None:
         """Stops the thread."""

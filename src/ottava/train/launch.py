@@ -39,8 +39,6 @@ GRACE_S = 15.0
 """Ranks get this long to end by themselves after one has failed: the others may wait for it in a collective."""
 STALLED_GRACE_S = 8.0
 """The same when a watchdog has ended one: the others' have looked at the same clock."""
-UNKILLABLE_S = 5.0
-"""What the system gets to end a process that was killed."""
 Prepare = Callable[[int], None]
 
 
@@ -239,6 +237,8 @@ def wait_for(
     tick: Callable[[], None] = lambda: None,
 ) -> tuple[int, int]:
     """Until all ranks have ended, and none is replaced: (the one whose exit code counts, that code)."""
+    from ottava.train import watchdog
+
     first: int | None = None
     deadline: float | None = None
     while True:
@@ -262,12 +262,16 @@ def wait_for(
         if left is None:
             if frozen is not None:
                 frozen.kill(ranks)
+                if stuck := frozen.unkillable(ranks):
+                    for process in running:
+                        process.kill()
+                    _leave_behind([ranks[seat] for seat in stuck], exits.STALLED)
             if keeper is not None:
                 keeper.tend()
         elif left <= 0:
             for process in running:
                 process.kill()
-            if left <= -UNKILLABLE_S:
+            if left <= -watchdog.UNKILLABLE_S:
                 _leave_behind(running, _code(codes[failed[0]]) if failed else exits.STALLED)
         pauses = [one.pause for one in (frozen, keeper) if one is not None and one.pause is not None]
         pause = min(pauses, default=None) if left is None else max(left, 0.1)

@@ -42,6 +42,8 @@ STALLED_S = 12.0
 """A rank that is not to blame for a stall waits this long for the others to meet anew, without those that are."""
 RESTART_S = 60.0
 """The others have this long to come."""
+UNKILLABLE_S = 5.0
+"""What the system gets to end a process that was killed."""
 observers: list[Callable[[int, str], None]] = []
 """Called with every beat, in the thread that trains: faults are injected there."""
 
@@ -185,7 +187,7 @@ class Watchdog:
             text += f" The store has not answered for {now - self._answered:.0f} s."
         line = f"ottava train: rank {self._rank}: {text} Stacks and collectives of every rank: {self._folder}"
         within(SAY_S, lambda: tell(line))
-        if not within(KEEP_S, lambda: self._keep(text)):
+        if phase != "stalled" and not within(KEEP_S, lambda: self._keep(text)):
             within(SAY_S, lambda: faulthandler.dump_traceback(file=2, all_threads=True))
         quiet = silent(told, self._ranks, 3 * self._pause)
         if self._kept and unreachable:
@@ -194,7 +196,15 @@ class Watchdog:
         if self._kept and phase != "stalled" and self._rank not in (quiet or behind(told)):
             self._last = (time.monotonic(), step, "stalled", beats)  # those that are to blame end, and the others go on
             return
+        if self._store is not None:
+            within(SAY_S, self._say_goodbye, quiet=True)
         os._exit(STALLED)  # the main thread waits in a call that will not return
+
+    def _say_goodbye(self) -> None:
+        """A process of which one thread is frozen in the kernel does not end, whatever it calls: its launcher is told that it should."""
+        _, step, phase, _ = self._last
+        told = {"step": step, "phase": phase, "beats": 0, "tick": -1, "ended": True}
+        dist.PrefixStore(PREFIX, self._store.clone()).set(str(self._rank), json.dumps(told))  # type: ignore[union-attr]
 
     def _keep(self, text: str) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -225,10 +235,12 @@ class FrozenRanks:
         self._heard: dict[int, tuple[dict[str, Any], float]] = {}
         self.killed: set[int] = set()
         """All that were, and were not replaced."""
+        self._gone: dict[int, float] = {}  # since when a rank should have ended
 
     def forget(self, rank: int) -> None:
         """It has been replaced."""
         self._heard.pop(rank, None)
+        self._gone.pop(rank, None)
         self.killed.discard(rank)
 
     def kill(self, processes: Any) -> list[int]:
@@ -248,7 +260,18 @@ class FrozenRanks:
                 f"ottava train: rank {rank} stands still as a whole process, since step {at['step']}, {at['phase']}: killed."
             )
             processes[rank].kill()
+        for rank in (*found, *(rank for rank, (state, _) in self._heard.items() if "ended" in state)):
+            self._gone.setdefault(rank, now)
         return found
+
+    def unkillable(self, processes: Any) -> list[int]:
+        """Those that were killed, or have ended themselves, and are there all the same: the kernel waits in them."""
+        now = time.monotonic()
+        return [
+            rank
+            for rank, since in self._gone.items()
+            if now - since > UNKILLABLE_S and processes[rank].exitcode is None
+        ]
 
     def _listen(self) -> None:
         for rank in self._ranks:
