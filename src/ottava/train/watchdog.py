@@ -196,7 +196,7 @@ class Watchdog:
         if self._kept and phase != "stalled" and self._rank not in (quiet or behind(told)):
             self._last = (time.monotonic(), step, "stalled", beats)  # those that are to blame end, and the others go on
             return
-        if self._store is not None:
+        if self._kept and self._store is not None:
             within(SAY_S, self._say_goodbye, quiet=True)
         os._exit(STALLED)  # the main thread waits in a call that will not return
 
