@@ -130,8 +130,11 @@ def _find_scales(loop: Loop) -> None:
     makes scales of one more layer, from the last one down."""
     for _ in range(loop.config.model.layers + 2):
         batch = loop.data.batch(0, loop.config.train.global_batch).to(loop.world.device)
-        for part in batch.split(loop.config.train.micro_batch):
-            loop._microbatch(0, part, 1.0 / batch.tokens.numel(), None)
+        parts, weight = batch.split(loop.config.train.micro_batch), 1.0 / batch.tokens.numel()
+        if loop.graphs is not None:
+            loop.graphs.begin(parts, weight)
+        for part in parts:
+            loop._microbatch(0, part, weight, None)
         loop.optimizer.zero_grad()
 
 
