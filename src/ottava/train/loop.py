@@ -197,6 +197,7 @@ class Loop:
                 finite = torch.isfinite(norm) & torch.isfinite(total)
                 make_step(grad_scale=torch.where(finite, clipped["grad_scale"], math.nan))
         self.watchdog.beat(step, "agreement")
+        self.batches.take_early()  # the thread that makes batches works while this one waits
         loss, grad_norm = numbers.read()
         loss_sum, stops = self.world.sum([loss, float(self.stop.requested)])
         replicas = self.world.size / model.meshes.dp_size  # tp ranks have the same tokens, each a loss of them
