@@ -15,6 +15,7 @@ from torch import Tensor
 from ottava.kernels import norm
 from ottava.kernels.launch import Launch, Launcher
 from ottava.kernels.tile_kernel import _raise
+from ottava.kernels.zeros import zero_like
 from ottava.quant.scaling import amax_of
 
 MAX_WIDTH = 32768
@@ -103,7 +104,7 @@ def _stats(
     center = kind == "LayerNorm"
     rstd = x.new_empty(m, dtype=torch.float32)
     mean = x.new_empty(m if center else 0, dtype=torch.float32)
-    out = x.new_zeros(1, dtype=torch.float32) if amax else x.new_empty(0, dtype=torch.float32)
+    out = zero_like(x) if amax else x.new_empty(0, dtype=torch.float32)
     beta_dtype = None if beta is None else beta.dtype
     stride = None if residual is None else residual.stride(0)
     key = (m, k, x.stride(0), stride, x.dtype, gamma.dtype, beta_dtype, center, eps, zero_centered, amax)
@@ -263,7 +264,7 @@ def _backward(
     dx = x.new_empty(m, k)
     dgamma = x.new_empty(programs, k, dtype=torch.float32)
     dbeta = x.new_empty(programs if beta else 0, k, dtype=torch.float32)
-    largest = x.new_zeros(1, dtype=torch.float32) if amax else x.new_empty(0, dtype=torch.float32)
+    largest = zero_like(x) if amax else x.new_empty(0, dtype=torch.float32)
     tensors: tuple[Any, ...] = (dy, x, gamma, rstd, dx, dgamma)
     tensors = (*tensors, mean) if center else tensors
     tensors = (*tensors, dbeta) if beta else tensors

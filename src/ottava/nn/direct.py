@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ottava.kernels.registry import plain_functions
+from ottava.nn import gradient_amax
 from ottava.nn.operand import Operand
 from ottava.nn.stage import Chain, DelayedTensors, Saved, Stage, StageTensors, grad_column, input_column
 from ottava.nn.strategy import ALONE
@@ -135,7 +136,9 @@ def backward(
         stage, at = chain.stages[number], WIDTH * number
         saved = Saved._make(kept[KEPT * number : KEPT * (number + 1)])
         if quantized is None and stage.texts is not None:
-            quantized = ops.quantize(value, stage.texts.grad, _scale(ctx, number), None, True, True)
+            scale = _scale(ctx, number)
+            amax = gradient_amax.find(value) if scale is None and stage.grad.per_tensor else None  # type: ignore[union-attr]
+            quantized = ops.quantize(value, stage.texts.grad, scale, amax, True, True)
         if stage.delayed:
             ops.record_amax_(ctx.bwd_history, quantized[4], grad_column(number), chain.owner)
         wanted = needs[FIRST + at : FIRST + at + WIDTH]
@@ -210,7 +213,11 @@ def _through_norm(
     if dtotal is None:
         dx, dgamma, dbeta = ops.norm_backward(dgrad, *norm)
     else:
-        dx, dgamma, dbeta, _ = ops.norm_backward_add(dgrad, *norm, dtotal, False)
+        # What made x quantizes this gradient next, with a scale from its amax if it is of this recipe.
+        wants_amax = stage.grad is not None and stage.grad.per_tensor and not stage.delayed
+        dx, dgamma, dbeta, amax = ops.norm_backward_add(dgrad, *norm, dtotal, wants_amax)
+        if wants_amax:
+            gradient_amax.note(dx, amax)
     found[at + GAMMA] = dgamma
     if beta:
         found[at + BETA] = dbeta
