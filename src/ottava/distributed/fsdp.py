@@ -229,6 +229,11 @@ def refresh(model: nn.Module) -> None:
         note_made(weight)
 
 
+def keeps_copies(model: nn.Module) -> bool:
+    """Whether FP8 copies of the model's weights are kept from step to step: `shard_model` and `keep_whole` see to that."""
+    return model in _PLANS
+
+
 def attach(optimizer: torch.optim.Optimizer, model: nn.Module) -> Any:
     """Makes every `optimizer.step()` end with `refresh(model)`, instead of the next forward beginning with it.
 

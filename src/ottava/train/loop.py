@@ -246,6 +246,7 @@ class Loop:
                 finite = torch.isfinite(norm) & torch.isfinite(total)
                 make_step(grad_scale=torch.where(finite, clipped["grad_scale"], math.nan))
         self.watchdog.beat(step, "agreement")
+        self.batches.take_early()  # the thread that makes batches works while this one waits
         if self._steps_ahead:
             found.stop = self.stop.requested
             return found
