@@ -271,6 +271,39 @@ def flight_record() -> str:
     return record.decode() if isinstance(record, bytes) else record
 
 
+def first_report(group: Any, key: str, text: str) -> str | None:
+    """What the first rank to report under `key` has written into the group's store: `text`, if that is this one. None: no store answers."""
+    world = torch.distributed.distributed_c10d._world
+    try:
+        store: Any = world.pg_map[group or torch.distributed.group.WORLD][1]  # type: ignore[index]
+        return store.compare_set(key, "", text).decode()
+    except (KeyError, RuntimeError):
+        return None
+
+
+def has_symmetric_memory() -> bool:
+    """Whether this torch can map buffers of other GPUs."""
+    try:
+        import torch.distributed._symmetric_memory as symmetric
+    except ImportError:
+        return False
+    return all(hasattr(symmetric, name) for name in ("empty", "rendezvous"))
+
+
+def symmetric_memory(count: int, device: torch.device, group: Any) -> tuple[torch.Tensor, Any]:
+    """`count` bytes on each rank's GPU that all ranks of the group can write, and a handle with get_buffer, put_signal and wait_signal."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    owned = symmetric.empty(count, dtype=torch.uint8, device=device)
+    return owned, symmetric.rendezvous(owned, group)
+
+
+def group_timeout_s(group: Any, device: torch.device) -> float:
+    """Seconds after which a collective of the group fails."""
+    backend = (group or torch.distributed.group.WORLD)._get_backend(device)
+    return backend.options._timeout.total_seconds()
+
+
 def fake_store() -> Any:
     """The store of a process group with backend "fake", whose collectives return at once."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
