@@ -139,7 +139,7 @@ class GatherPlan:
 
     def __init__(self, reshard_after_forward: bool, whole: bool = False) -> None:
         self.reshard_after_forward, self.whole = reshard_after_forward, whole
-        """whole: no other rank has a part, and weights that were changed by hand are noticed. (FSDP2 refuses to gather them.)"""
+        """whole: no other rank has a part, and weights that were changed by hand are renewed. (FSDP2 refuses to gather them.)"""
         self.recipe: Recipe | None = None
         self.refused: Recipe | None = None
         """A recipe whose bytes cannot travel."""
@@ -192,8 +192,11 @@ def before_forward(model: nn.Module, args: Any) -> None:
             warn_once(f"ottava: weights travel in high precision. {error}")
             return
         refresh(model)
-    elif wire.recipe is not None and (wire.made_at != _STEPS[0] or (wire.whole and not all(map(fresh, wire.weights)))):
+    elif wire.recipe is not None and wire.made_at != _STEPS[0]:
         refresh(model)
+    elif wire.recipe is not None and not all(map(fresh, wire.weights)):
+        # Changed by hand. Other ranks do not know: what was gathered before is freed here, and the next gather raises with the name.
+        refresh(model) if wire.whole else reshard(model)
 
 
 def reshard(model: nn.Module) -> None:
