@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from ottava.train.watchdog import FrozenRanks
     from ottava.train.world import Place
 
-LOOPBACK = "127.0.0.1"
 GRACE_S = 15.0
 """Ranks get this long to end by themselves after one has failed: the others may wait for it in a collective."""
 STALLED_GRACE_S = 8.0
@@ -49,6 +47,7 @@ def launch(config: Config, prepare: Prepare | None = None) -> int:
 
         >>> sys.exit(launch(config))
     """
+    from ottava.train.listen import LOOPBACK, serve_store
     from ottava.train.nursery import Nursery
     from ottava.train.world import Place, local_ranks, shared_store
 
@@ -58,12 +57,11 @@ def launch(config: Config, prepare: Prepare | None = None) -> int:
     nursery = Nursery("ottava.train.loop")  # first of all: this process has no threads yet
     if place is None:
         count = local_ranks(config.parallel.ranks)
-        store, port = _serve()
-        everyone = range(count)
-        places = [Place(rank, count, rank, count, LOOPBACK, port, config.health.restarts > 0) for rank in everyone]
+        store, kept = serve_store(), config.health.restarts > 0
+        places = [Place(rank, count, rank, count, LOOPBACK, store.port, kept) for rank in range(count)]
     else:
-        store, host, port = shared_store(place)
-        places = [replace(place, host=host, port=port, kept=True)]
+        store, host = shared_store(place)
+        places = [replace(place, host=host, port=store.port, kept=True)]
     with tempfile.TemporaryDirectory(prefix="ottava-") as folder:  # never on the disk of the run, which may be full
         return Launcher(config, places, store, nursery, Path(folder), prepare, child=place is not None).run()
 
@@ -122,17 +120,6 @@ def _keep_traceback(config: Config, rank: int) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- the launcher
-
-
-def _serve() -> tuple[dist.Store, int]:
-    """A store that this process serves, and its port."""
-    import torch.distributed as dist
-
-    listener = socket.create_server((LOOPBACK, 0))  # by itself the store would listen on all interfaces
-    port = listener.getsockname()[1]
-    return dist.TCPStore(
-        LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    ), port
 
 
 class Launcher:

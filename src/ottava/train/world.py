@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ottava import exchange
+from ottava.train.listen import LOOPBACK, serve_store, stay_on_this_machine
 from ottava.train.members import Members
 
 LEAST_TIMEOUT_S = 60.0
@@ -39,6 +41,11 @@ class Place:
     kept: bool = False
     """Whether a launcher of ours keeps the run alive: when a rank dies, the others meet again in a new generation (members.py). `rank` is
     the seat then, and `size` the number of seats."""
+
+    @property
+    def local(self) -> bool:
+        """Whether all ranks run on this machine."""
+        return self.size == self.local_size
 
     @classmethod
     def from_torchrun(cls, variables: Mapping[str, str] = os.environ) -> Place | None:
@@ -67,6 +74,8 @@ class World:
         self.local_size = place.local_size
         """Ranks of this machine."""
         self._place, self._timeout = place, timedelta(seconds=max(timeout, LEAST_TIMEOUT_S))
+        if place.local:
+            stay_on_this_machine()
         self._store = _store(place)
         self._members: Members | None = None
         if self._store is not None:
@@ -143,9 +152,7 @@ class World:
 
     def share(self, value: Any) -> Any:
         """What the leading rank has."""
-        box = [value]
-        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-        return box[0]
+        return exchange.broadcast(value)  # on the CPU, so over gloo
 
     def on_rank0(self, work: Callable[[], T]) -> T | None:
         """`work()` in the leading rank alone, and its result there. A ValueError or OSError of it is raised in every rank.
@@ -191,27 +198,28 @@ def _store(place: Place, variables: Mapping[str, str] = os.environ) -> dist.Stor
     if variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     address, port = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
-    return rendezvous(dist.TCPStore(address, port, is_master=False, wait_for_workers=False), address, place.rank)
+    known = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
+    return rendezvous(known, LOOPBACK if place.local else address, place.rank, local=place.local)
 
 
-def shared_store(place: Place, variables: Mapping[str, str] = os.environ) -> tuple[dist.Store, str, int]:
-    """For launchers of one rank each, which torchrun or Slurm has started: a store that the first of them serves, its host and port.
+def shared_store(place: Place, variables: Mapping[str, str] = os.environ) -> tuple[dist.TCPStore, str]:
+    """For launchers of one rank each, which torchrun or Slurm has started: a store that the first of them serves, and its host.
 
     torchrun's own store is only asked where that is, or is not there at all (static rendezvous, srun): then it is served at MASTER_PORT.
     """
-    host = variables["MASTER_ADDR"]
+    address, port = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
+    host = LOOPBACK if place.local else address
     if variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        known = dist.TCPStore(host, int(variables["MASTER_PORT"]), is_master=False, wait_for_workers=False)
-        store = rendezvous(known, host, place.rank)
-    else:
-        store = dist.TCPStore(
-            host, int(variables["MASTER_PORT"]), is_master=place.rank == 0, wait_for_workers=False, multi_tenant=False
-        )
-    return store, host, store.port
+        known = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
+        return rendezvous(known, host, place.rank, local=place.local), host
+    if place.rank == 0:
+        return serve_store(host, port, local=place.local), host
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False), host
 
 
-def rendezvous(known: dist.Store, host: str, rank: int, seconds: float = 300.0) -> dist.TCPStore:
-    """A new store that rank 0 serves, for this start of the ranks alone. `known`: one that all ranks see; host: where rank 0 runs.
+def rendezvous(known: dist.Store, host: str, rank: int, seconds: float = 300.0, local: bool = True) -> dist.TCPStore:
+    """A new store that rank 0 serves, for this start of the ranks alone. `known`: one that all ranks see; host: where rank 0 runs;
+    local: whether all ranks run there.
 
     torchrun's own store lives as long as torchrun does. After a restart it still has the addresses of ranks that are dead, and ranks
     that read those wait for ever. Here an old address leads to a server that is gone, or has another secret: then rank 0 has not told
@@ -221,7 +229,7 @@ def rendezvous(known: dist.Store, host: str, rank: int, seconds: float = 300.0) 
     """
     key = "ottava/meeting"
     if rank == 0:
-        served = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        served = serve_store(host, local=local)
         secret = secrets.token_hex(16)
         served.set("secret", secret)
         known.set(key, f"{served.port} {secret}")
