@@ -90,7 +90,7 @@ class Copies:
         self._drop_older()
         mine = Copy(step, about, self._memory(size))
         for place, tensor in pieces:
-            mine.content[place : place + tensor.nbytes].copy_(_bytes(tensor), non_blocking=True)
+            mine.content[place : place + tensor.nbytes].copy_(_bytes(tensor.contiguous()), non_blocking=True)
         if any(tensor.is_cuda for _, tensor in pieces):
             torch.cuda.current_stream().synchronize()
         theirs = self._pass_on(mine, world)
@@ -247,8 +247,7 @@ def _fill(copy: Copy, model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
         raise ValueError(f"The copy of step {copy.step} in memory is of a model that is spread otherwise.")
     with torch.no_grad():
         for place, tensor in pieces:
-            _bytes(tensor).copy_(copy.content[place : place + tensor.nbytes])
-            tensor.view(-1)[:0].zero_()  # its version: somebody may watch it
+            tensor.copy_(copy.content[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
     paths = flatten(state).paths
     for name, value in then["values"].items():
         if name in paths:

@@ -79,6 +79,7 @@ class Keeper:
         """After the rank on `seat` has ended with `code`: whether the run goes on without ending."""
         if not self.on or self._stopping() or (code >= 0 and code not in RESTARTED):
             return False
+        self._ask(self._look)
         gathering = self._generation > 0 and not self._complete
         if code == exits.STALLED and gathering:  # those who are left cannot reach each other
             return False

@@ -37,6 +37,8 @@ GRACE_S = 15.0
 """Ranks get this long to end by themselves after one has failed: the others may wait for it in a collective."""
 STALLED_GRACE_S = 8.0
 """The same when a watchdog has ended one: the others' have looked at the same clock."""
+IMPORTED = ("ottava.train.loop", "ottava.checkpoint.directory", "torch._dynamo", "numpy.ma", "numpy.random")
+"""Once for all ranks: the loop, and what its first step imports."""
 Prepare = Callable[[int], None]
 
 
@@ -54,7 +56,7 @@ def launch(config: Config, prepare: Prepare | None = None) -> int:
     place = Place.from_torchrun()
     if place is not None and not config.health.restarts:
         return _be_rank(config, place, prepare)
-    nursery = Nursery("ottava.train.loop")  # first of all: this process has no threads yet
+    nursery = Nursery(*IMPORTED)  # first of all: this process has no threads yet
     if place is None:
         count = local_ranks(config.parallel.ranks)
         store, kept = serve_store(), config.health.restarts > 0
@@ -279,8 +281,10 @@ def _verdict(first: int | None, codes: Mapping[int, int | None]) -> tuple[int, i
         if code == exits.STALLED:  # it has killed the one that it waited for
             return seat, code
     failed = [seat for seat, code in codes.items() if code]
-    seat = first if first is not None else next(iter(failed), next(iter(codes)))
-    return seat, _code(codes[seat])
+    if first is None and not failed:
+        return 0, exits.DONE
+    decisive = failed[0] if first is None else first
+    return decisive, _code(codes[decisive])
 
 
 def _leave_behind(processes: Sequence[Any], code: int) -> None:

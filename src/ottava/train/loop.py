@@ -66,13 +66,20 @@ def train(config: Config, world: World, stop: RankSignals | None = None, watchdo
                 except Exception as error:
                     if not world.survives(error):
                         raise
-                    error.__traceback__ = None  # it holds the model
+                    forget_frames(error)
                 with suppress(Exception):  # what was under way has failed with the rank
                     resources.close()
             gc.collect()
             kept.watchdog.restart()
             world.meet_again()
             kept.watchdog.met(world.seats)
+
+
+def forget_frames(error: BaseException | None) -> None:
+    """An exception, and those that it came from, hold what their functions held: the model."""
+    while error is not None and error.__traceback__ is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 def _train(config: Config, world: World, resources: ExitStack, kept: Lasting) -> int:

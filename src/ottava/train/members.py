@@ -83,7 +83,7 @@ class Members:
             while here < len(self.plan.seats) and not self._severed.is_set():
                 time.sleep(POLL_S + POLL_RANK_S * len(self.plan.seats))
                 here = self._store.add(f"here/{self.generation}", 0)
-            if here >= len(self.plan.seats):
+            if not self._severed.is_set():
                 return self.plan
 
     def call_up(self, error: BaseException) -> bool:

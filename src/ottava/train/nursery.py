@@ -132,9 +132,10 @@ def _serve(line: socket.socket, modules: tuple[str, ...]) -> None:
 
 
 def call_process(name: str) -> None:
-    """Names this process for `ps`, `top` and people."""
+    """Names this process for `ps`, `top` and people, in the 15 letters that Linux keeps."""
+    full = f"ottava {name}"
     with suppress(OSError):
-        Path("/proc/self/comm").write_text(f"ottava {name}")
+        Path("/proc/self/comm").write_text(full if len(full) <= 15 else name)
 
 
 def _alone(work: Callable[[], None]) -> None:

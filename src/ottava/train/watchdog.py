@@ -107,9 +107,10 @@ class Watchdog:
         self._last = (time.monotonic(), self._last[1], "restart", 0)
 
     def met(self, ranks: Sequence[int]) -> None:
-        """They have: these are the ones that are told of."""
+        """They have: these are the ones that are told of. What comes now is a start."""
         self._ranks = tuple(ranks)
         self._heard = {}
+        self._last = (time.monotonic(), self._last[1], "start", 0)
 
     def connect(self, store: dist.Store) -> None:
         """From now on the ranks tell each other where they are, over a connection of its own."""

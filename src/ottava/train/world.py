@@ -126,9 +126,14 @@ class World:
 
         Raises Released in a rank that is not needed.
         """
-        with suppress(RuntimeError):  # what is left in it has failed
-            dist.destroy_process_group()
-        self._connect()
+        while True:
+            with suppress(RuntimeError, AssertionError):  # what is left in it has failed
+                dist.destroy_process_group()
+            try:
+                return self._connect()
+            except RuntimeError as error:  # one more died meanwhile
+                if not self.survives(error):
+                    raise
 
     @property
     def leads(self) -> bool:
