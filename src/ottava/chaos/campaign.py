@@ -40,6 +40,7 @@ SLACK_S = 120.0
 STARTS = 3
 """Starts of a run for each of its faults, at most."""
 CODES = {
+    exits.NON_FINITE,
     exits.FAILED,
     exits.STALLED,
     exits.NOT_SAVED,

@@ -1,0 +1,84 @@
+"""A rank of a real run dies, and the others go on: under torchrun, on fewer ranks, and until it is too often."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ottava.train.config import Config
+from ottava.train.restarts import read_restarts
+from train.runs import lines, tiny
+from train.test_launch import by_step, end, ranks_of, start, wait_for_step
+
+pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for the ranks' processes in /proc")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def job(folder: Path, name: str, ranks: int = 2, **health: Any) -> Config:
+    return tiny(
+        folder,
+        name,
+        train={"steps": 30, "evaluate_every": 0},
+        precision={"recipe": "none"},
+        metrics={"fp8_every": 0},
+        checkpoint={"every": 6, "background": True},
+        parallel={"ranks": ranks},
+        health={"watchdog_s": 100.0, **health},
+    )
+
+
+@pytest.mark.slow
+def test_torchrun_never_learns_that_a_rank_died(tmp_path):
+    config = job(tmp_path, "run")
+    launcher = start(config, *TORCHRUN)
+    wait_for_step(config, 8, launcher)
+    survivor, victim = ranks_of(launcher)
+    os.kill(victim, signal.SIGKILL)
+    wait_for_step(config, 20, launcher)
+    assert ranks_of(launcher)[0] == survivor and ranks_of(launcher)[1] != victim
+    code, output = end(launcher)
+    assert code == 0 and output.count("rank 1 has ended (SIGKILL): the others go on.") == 1, output
+    assert "Going on from the copies in memory" in output and "Resuming from" not in output, output
+    found = lines(config)
+    assert [line["step"] for line in found] == list(range(1, 31)) and found[-1]["attempt"] == 1
+    (restart,) = read_restarts(config.run_folder)
+    assert restart.in_place and restart.cause == "rank 1 ended (SIGKILL)" and restart.lost_s > 0
+    whole = replace(config, train=replace(config.train, run=str(tmp_path / "whole")))
+    code, output = end(start(whole))
+    assert code == 0 and by_step(lines(whole)) == by_step(found), output
+
+
+@pytest.mark.extra
+def test_on_fewer_ranks_with_the_same_bits(tmp_path):
+    config, whole = job(tmp_path, "run", 4, after_death="shrink"), job(tmp_path, "whole", 4)
+    assert end(start(whole))[0] == 0
+    launcher = start(config)
+    wait_for_step(config, 8, launcher)
+    os.kill(ranks_of(launcher)[0], signal.SIGKILL)
+    wait_for_step(config, 20, launcher)
+    assert len(ranks_of(launcher)) == 2  # 3 cannot share 8 sequences in microbatches of 2
+    code, output = end(launcher)
+    assert code == 0 and "Resuming from" in output, output  # copies are of 4 ranks
+    assert by_step(lines(config)) == by_step(lines(whole))  # float32 on a CPU: sums have an order
+
+
+@pytest.mark.extra
+def test_a_rank_that_always_dies_ends_the_run_with_its_exit_code(tmp_path):
+    config = job(tmp_path, "run", restarts=2)
+    config = replace(config, train=replace(config.train, steps=100_000))
+    launcher = start(config)
+    wait_for_step(config, 3, launcher)
+    seen: set[int] = set()
+    while launcher.poll() is None:
+        for rank in ranks_of(launcher)[1:]:
+            if rank not in seen:
+                seen.add(rank)
+                os.kill(rank, signal.SIGKILL)
+    code, output = end(launcher)
+    assert code == 137 and "health.restarts (2) is used up" in output, output
+    assert len(seen) == 3
