@@ -96,6 +96,24 @@ def test_a_death_on_the_way_to_a_generation_needs_no_other_and_too_many_end_the_
     assert not kept.revive(0, exits.NON_FINITE) and not kept.revive(0, exits.STOPPED)
 
 
+def test_deaths_count_until_there_is_a_step_that_is_new(store):
+    found(store, 2)
+    met: dict[int, Any] = {}
+    for thread in [come(store, seat, met) for seat in range(2)]:
+        thread.join(20)
+    ranks = Ranks(2)
+    kept = Keeper(config(restarts=1), store, ranks, 2, ranks.start)  # type: ignore[arg-type]
+    survivor = met[0][0]
+    for step in (5, 8, 8):  # how far the survivor has come when the other dies
+        assert kept.revive(1, -9)
+        again: dict[int, Any] = {}
+        assert survivor.call_up(RankLost("a rank was lost"))
+        new = come(store, 1, again)
+        survivor.come(step)
+        new.join(20)
+    assert not kept.revive(1, -9)  # twice at step 8
+
+
 def test_a_run_that_is_asked_to_stop_or_wants_no_restarts_is_not_kept(store):
     found(store, 1)
     ranks = Ranks(1)

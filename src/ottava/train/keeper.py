@@ -164,12 +164,18 @@ class Keeper:
 
     def _within_limits(self, seat: int) -> bool:
         """Deaths count until there is a step that is new."""
-        told = self._ask(lambda: self._told.get(str(seat)) if self._told.check([str(seat)]) else b"")
-        step = json.loads(told)["step"] if told else -1
-        if step > self._furthest:
+        step = self._ask(lambda: self._step(seat))
+        if step is not None and step > self._furthest:
             self._furthest, self._deaths = step, 0
         self._deaths += 1
         return self._deaths <= self._section.restarts
+
+    def _step(self, seat: int) -> int:
+        """How far the run has come, as those say who came to this generation from the one before; or the dead one, every few seconds."""
+        keys = [f"step/{self._generation}/{each}" for each in self._plan.seats]
+        steps = [int(self._store.get(key)) for key in keys if self._store.check([key])]
+        told = self._told.get(str(seat)) if self._told.check([str(seat)]) else b"{}"
+        return max([*steps, json.loads(told).get("step", -1)], default=-1)
 
     def _ask(self, question: Callable[[], T]) -> T | None:
         """None if the store does not answer."""

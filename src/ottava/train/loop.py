@@ -70,8 +70,7 @@ def train(config: Config, world: World, stop: RankSignals | None = None, watchdo
                 with suppress(Exception):  # what was under way has failed with the rank
                     resources.close()
             gc.collect()
-            kept.watchdog.restart()
-            world.meet_again()
+            world.meet_again(kept.watchdog.restart())
             kept.watchdog.met(world.seats)
 
 

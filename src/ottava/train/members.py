@@ -5,6 +5,7 @@ rank that lives leaves its groups and comes to the new one, and the launcher put
 
     plan/G          {"seats": [0, 1, 3], "cause": ...}: who belongs to generation G, in order of rank; written once, never changed
     here/G/SEAT     the rank on this seat has come to generation G
+    step/G/SEAT     if it has survived: how far it had come before
     here/G          how many have come
     over/G          how many of them have ended well
 
@@ -71,13 +72,18 @@ class Members:
         self.generation = -1
         self.plan = Plan(())
 
-    def come(self) -> Plan:
-        """To the newest generation, as soon as all its ranks are there. Released if this one is not among them."""
+    def come(self, step: int | None = None) -> Plan:
+        """To the newest generation, as soon as all its ranks are there. Released if this one is not among them.
+
+        step: how far a rank that has survived had come.
+        """
         while True:
             self.generation, self.plan = newest(self._store, max(self.generation, 0))
             if self._seat not in self.plan.seats:
                 raise Released(self.plan.cause)
             self._listen()
+            if step is not None:
+                self._store.set(f"step/{self.generation}/{self._seat}", str(step))
             self._store.set(f"here/{self.generation}/{self._seat}", "")
             here = self._store.add(f"here/{self.generation}", 1)
             while here < len(self.plan.seats) and not self._severed.is_set():

@@ -102,9 +102,10 @@ class Watchdog:
         for observer in observers:
             observer(step, phase)
 
-    def restart(self) -> None:
-        """The ranks meet anew: their beats count from here."""
+    def restart(self) -> int:
+        """The ranks meet anew: their beats count from here. The step that this one was at."""
         self._last = (time.monotonic(), self._last[1], "restart", 0)
+        return self._last[1]
 
     def met(self, ranks: Sequence[int]) -> None:
         """They have: these are the ones that are told of. What comes now is a start."""

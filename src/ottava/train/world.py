@@ -84,13 +84,13 @@ class World:
                 self._members = Members(self._store, place.rank, (place.port,) if place.port else ())
         self._connect()
 
-    def _connect(self) -> None:
+    def _connect(self, step: int | None = None) -> None:
         """All ranks, in a process group."""
         options: dict[str, Any] = {"timeout": self._timeout}
         store = self._store
         if self._members is not None:
             assert store is not None
-            plan = self._members.come()
+            plan = self._members.come(step)
             self.rank, self.size = plan.seats.index(self._place.rank), len(plan.seats)
             store = dist.PrefixStore(f"generation-{self._members.generation}", store)
         if store is not None:
@@ -121,16 +121,16 @@ class World:
         """Whether `error` came from the death of another rank, and the others will meet again. Then call `meet_again`."""
         return self._members is not None and self._members.call_up(error)
 
-    def meet_again(self) -> None:
+    def meet_again(self, step: int) -> None:
         """In a new process group, with the ranks that are left and those that are new. Nothing may hold the old groups' models any more.
 
-        Raises Released in a rank that is not needed.
+        step: how far this one had come. Raises Released in a rank that is not needed.
         """
         while True:
             with suppress(RuntimeError, AssertionError):  # what is left in it has failed
                 dist.destroy_process_group()
             try:
-                return self._connect()
+                return self._connect(step)
             except RuntimeError as error:  # one more died meanwhile
                 if not self.survives(error):
                     raise
