@@ -38,12 +38,12 @@ def job(folder: Path, steps: int) -> Config:
 @pytest.mark.timeout(900)
 def test_twenty_faults_leave_no_trace(tmp_path):
     config = job(tmp_path, steps=60)
-    runs = draw(CHEAP, 18, seed=14, ranks=2, steps=60, phases=LATE, per_run=18)
+    runs = draw(CHEAP, 18, seed=1, ranks=2, steps=60, phases=LATE, per_run=18)
     early = [[Fault(0, "sigkill", "start", 1, 0), Fault(1, "sigterm", "data", 0, 9)]]
     said: list[str] = []
     campaign = Campaign(config, 2, "ottava", tmp_path / "work", said.append)
     outcomes = campaign.run([*early, *runs])
-    found = result([(campaign, outcomes)], seed=14, command="")
+    found = result([(campaign, outcomes)], seed=1, command="")
     assert len(outcomes) == 20 and all(outcome.struck for outcome in outcomes), said
     assert failures(found) == [], said
     assert all(

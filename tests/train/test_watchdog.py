@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -140,7 +141,7 @@ def test_the_launcher_kills_a_rank_that_says_nothing_any_more(capfd, monkeypatch
     store = torch.distributed.HashStore()
     told = torch.distributed.PrefixStore(watchdog.PREFIX, store)
     frozen = FrozenRanks(HealthSection(watchdog_s=0.4), store, range(2))
-    ranks = [SimpleNamespace(dead=False, exitcode=None) for _ in range(2)]
+    ranks = [SimpleNamespace(dead=False, exitcode=None, pid=10 + i) for i in range(2)]
     for each in ranks:
         each.kill = lambda each=each: setattr(each, "dead", True)
     deadline, tick = time.monotonic() + 10, 0
@@ -152,7 +153,11 @@ def test_the_launcher_kills_a_rank_that_says_nothing_any_more(capfd, monkeypatch
     assert [each.dead for each in ranks] == [False, True]
     assert "rank 1 stands still as a whole process, since step 5, data: killed." in capfd.readouterr().err
     monkeypatch.setattr(watchdog, "UNKILLABLE_S", 0.1)
-    told.set("0", json.dumps({"step": 5, "phase": "agreement", "tick": -1, "ended": True}))  # its watchdog has ended it
+    told.set("0", json.dumps({"step": 5, "phase": "agreement", "tick": -1, "ended": 9}))  # the one before
+    frozen.kill(ranks)
+    time.sleep(0.2)
+    assert frozen.unkillable(ranks) == [1]
+    told.set("0", json.dumps({"step": 5, "phase": "agreement", "tick": -2, "ended": 10}))  # its watchdog has ended it
     frozen.kill(ranks)
     time.sleep(0.2)
     assert frozen.unkillable(ranks) == [1, 0]  # the kernel waits in both
@@ -160,6 +165,21 @@ def test_the_launcher_kills_a_rank_that_says_nothing_any_more(capfd, monkeypatch
     assert frozen.unkillable(ranks) == [0]
     frozen.forget(0)
     assert frozen.unkillable(ranks) == []
+
+
+def test_a_watchdog_goes_on_after_an_exception_in_its_thread(tmp_path, capfd):
+    config = Config(train=TrainSection(run=str(tmp_path)), health=HealthSection(watchdog_s=100.0))
+    with Watchdog(config, 0, 2):
+        (thread,) = [t for t in threading.enumerate() if t.name == "ottava watchdog"]
+        deadline = time.monotonic() + 60
+        said = ""
+        while "goes on after" not in said and time.monotonic() < deadline:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(thread.ident or 0), ctypes.py_object(RuntimeError)
+            )
+            time.sleep(0.3)
+            said += capfd.readouterr().err
+        assert "rank 0: the watchdog goes on after RuntimeError" in said and thread.is_alive()
 
 
 def test_within_says_whether_it_came_to_its_end(capfd):

@@ -164,8 +164,8 @@ class RunLock:
                 return
             try:
                 self._beat(mine)
-            except OSError as error:
-                warn_once(f"{self.path} cannot be renewed: {error.strerror}.")
+            except Exception as error:  # whatever it is: a lock that is not renewed is taken over
+                warn_once(f"{self.path} cannot be renewed: {error}.")
 
     def _beat(self, mine: Holder) -> None:
         """Opened and closed each time: that is when network file systems show it to others."""

@@ -112,8 +112,9 @@ class Members:
                 break
             except dist.DistStoreError:  # an hour is over
                 continue
-            except RuntimeError:  # the store is gone, and with it the launcher
-                return
+            except Exception:  # the store is gone, and with it the launcher; or another connection may do better
+                connection = None
+                time.sleep(1.0)
         torch_private.abort_device_groups()
         sever(self._kept)
         severed.set()

@@ -118,16 +118,24 @@ class Watchdog:
         if self._store is None and self._section.watchdog_s:
             self._store = store
             self._answered = time.monotonic()
-            threading.Thread(target=self._talk, name="ottava watchdog store", daemon=True).start()
+            threading.Thread(target=self._go_on, args=(self._talk,), name="ottava watchdog store", daemon=True).start()
 
     def __enter__(self) -> Watchdog:
         if self._section.watchdog_s:
-            threading.Thread(target=self._watch, name="ottava watchdog", daemon=True).start()
+            threading.Thread(target=self._go_on, args=(self._watch,), name="ottava watchdog", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
         faulthandler.cancel_dump_traceback_later()
+
+    def _go_on(self, work: Callable[[], None]) -> None:
+        """`work` until it returns, whatever it raises: a watchdog that dies takes the run with it, by the C timer."""
+        while not self._over.is_set():
+            try:
+                work()
+            except Exception as error:
+                tell(f"ottava train: rank {self._rank}: the watchdog goes on after {type(error).__name__}: {error}")
 
     # ------------------------------------------------------------------------------------------------------- the teller
 
@@ -205,7 +213,7 @@ class Watchdog:
     def _say_goodbye(self) -> None:
         """A process of which one thread is frozen in the kernel does not end, whatever it calls: its launcher is told that it should."""
         _, step, phase, _ = self._last
-        told = {"step": step, "phase": phase, "beats": 0, "tick": -1, "ended": True}
+        told = {"step": step, "phase": phase, "beats": 0, "tick": -1, "ended": os.getpid()}
         dist.PrefixStore(PREFIX, self._store.clone()).set(str(self._rank), json.dumps(told))  # type: ignore[union-attr]
 
     def _keep(self, text: str) -> None:
@@ -262,7 +270,8 @@ class FrozenRanks:
                 f"ottava train: rank {rank} stands still as a whole process, since step {at['step']}, {at['phase']}: killed."
             )
             processes[rank].kill()
-        for rank in (*found, *(rank for rank, (state, _) in self._heard.items() if "ended" in state)):
+        ended = [rank for rank, (state, _) in self._heard.items() if state.get("ended", 0) == processes[rank].pid]
+        for rank in (*found, *ended):
             self._gone.setdefault(rank, now)
         return found
 
