@@ -20,7 +20,7 @@ from train.runs import tiny
 pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
 CHEAP = ["sigkill", "sigsegv", "abort", "exception", "slow", "memory"]
 """Of those that a core is not busy with for long."""
-SEED = 0
+SEED = 7
 """One of those that send a single fault to the launcher, after which everything is imported again."""
 LATE = ["data", "forward", "backward", "optimizer", "save", "evaluation"]
 
