@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ottava.checkpoint.stop import SIGNALS
+from ottava.train.signals import held_back
 
 PR_SET_CHILD_SUBREAPER = 36
 Work = Callable[..., None]
@@ -90,13 +91,10 @@ class Nursery:
         if self._line is not None:
             self._line.close()
         self._line, theirs = socket.socketpair()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        try:
+        with held_back():
             if os.fork() == 0:
                 self._line.close()
                 _alone(partial(_serve, theirs, self._modules))
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
 
 
