@@ -277,16 +277,14 @@ def tokenize(
 
 
 def _check_output(output: Path, sources: list[Path], tokenizer: str, overwrite: bool) -> None:
-    """ValueError if writing `output` would destroy something."""
-    if not output.exists():
-        return
+    """ValueError if writing `output` would destroy something, or be read again as a source."""
     files = [*sources, *([Path(tokenizer)] if tokenizer != "byte" else [])]
-    if any(file.exists() and output.samefile(file) for file in files):
+    if output.exists() and any(file.exists() and output.samefile(file) for file in files):
         raise ValueError(f"{output} is what is read: give the token file another name.")
     inside = [source for source in sources if source.is_dir() and output.resolve().is_relative_to(source.resolve())]
     if inside:
         raise ValueError(f"{output} lies in {inside[0]}, which is read: give the token file another place.")
-    if not overwrite:
+    if output.exists() and not overwrite:
         raise ValueError(f"{output} exists: give another name, or --overwrite to replace it.")
 
 
