@@ -18,9 +18,9 @@ from typing import Any
 from ottava.train import charts
 from ottava.train.charts import AREA_COLOURS, COLOURS, Mark, Series
 from ottava.train.clock import PARTS
-from ottava.train.files import read_json, read_toml
 from ottava.train.metrics import FILE, read_metrics
 from ottava.train.report_input import plain_config, plain_looks, plain_steps, plain_summary
+from ottava.untrusted.files import read_json, read_toml
 
 HEALTH_FILE = "fp8.jsonl"
 LOOKS = 60  # columns of a heat map; of more looks, the worst of each few is shown

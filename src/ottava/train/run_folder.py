@@ -21,9 +21,9 @@ from ottava.checkpoint.storage import storage_at
 from ottava.notices import warn_once
 from ottava.train.arguments import to_toml
 from ottava.train.config import Config
-from ottava.train.files import read_json, read_toml
 from ottava.train.metrics import FILE, finite, read_metrics, write_whole
 from ottava.train.token_file import TokenFile, same
+from ottava.untrusted.files import read_json, read_toml
 
 CONFIG_FILE = "config.toml"
 DATA_FILE = "data.json"

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ottava.notices import warn_once
-from ottava.train.files import open_regular
+from ottava.untrusted.files import open_regular
 
 MAGIC = b"OTTAVATK"
 VERSION = 1

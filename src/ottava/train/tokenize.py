@@ -21,8 +21,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ottava.train.files import printable, read_regular
 from ottava.train.token_file import TokenFile, TokenFileError, write_token_file
+from ottava.untrusted.files import printable, read_regular
 
 END_TOKENS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|im_end|>")
 """What tokenizers call the end of a document, in the order they are looked for."""
