@@ -385,6 +385,10 @@ def test_a_slice_of_a_mesh_knows_the_whole() -> None:
         torch.distributed.destroy_process_group()
 
 
+def test_has_multicast_answers_for_a_device() -> None:
+    assert torch_private.has_multicast(0) in ((True, False) if torch.cuda.is_available() else (False,))
+
+
 def test_every_function_is_tested_here() -> None:
     functions = {
         name
@@ -424,6 +428,7 @@ def test_every_function_is_tested_here() -> None:
         "persistent_buffers",
         "fsdp1_stretches",
         "root_mesh",
+        "has_multicast",
     }
     functions |= {"current_device", "current_stream"}  # builtins where torch was built with CUDA
     assert functions == tested, "add a test for what is new"

@@ -6,11 +6,20 @@ through the process group. So these two check what they are given, and remember 
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any
 
 import torch
 
-__all__ = ["destroy_ub", "initialize_ub"]
+__all__ = ["UserBufferQuantizationMode", "destroy_ub", "initialize_ub", "is_ub_initialized"]
+
+
+class UserBufferQuantizationMode(Enum):
+    """What travels: tensors in the activation dtype, or FP8 bytes."""
+
+    NONE = "none"
+    FP8 = "fp8"
+
 
 _SHAPE: list[tuple[int, ...]] = []
 
@@ -43,3 +52,8 @@ def destroy_ub() -> None:
     >>> ottava.distributed.destroy_ub()
     """
     _SHAPE.clear()
+
+
+def is_ub_initialized() -> bool:
+    """Between `initialize_ub` and `destroy_ub`."""
+    return bool(_SHAPE)
