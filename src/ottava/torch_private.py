@@ -269,6 +269,16 @@ def flight_record() -> str:
     return record.decode() if isinstance(record, bytes) else record
 
 
+def first_report(group: Any, key: str, text: str) -> str | None:
+    """What the first rank to report under `key` has written into the group's store: `text`, if that is this one. None: no store answers."""
+    world = torch.distributed.distributed_c10d._world
+    try:
+        store: Any = world.pg_map[group or torch.distributed.group.WORLD][1]  # type: ignore[index]
+        return store.compare_set(key, "", text).decode()
+    except (KeyError, RuntimeError):
+        return None
+
+
 def fake_store() -> Any:
     """The store of a process group with backend "fake", whose collectives return at once."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
