@@ -5,7 +5,7 @@ from __future__ import annotations
 VERSION = "2.20+ottava"
 """The release whose names and defaults Ottava follows; scripts compare versions."""
 
-_MODULES = ("ottava", "ottava.compat.support", "ottava.distributed.user_buffers")
+_MODULES = ("ottava", "ottava.compat.support", "ottava.overlap.user_buffers")
 _QUANTIZERS = "ottava.compat.quantizers"
 _QUANTIZATION = ("ottava.compat.support", "ottava", "ottava.recipe", _QUANTIZERS)
 _TENSORS = ("ottava.compat.tensors", _QUANTIZERS)
