@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,7 @@ def rank_training(options: argparse.Namespace) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from ottava.overlap.waits import comm_wait_hook
+    from ottava.overlap.waits import TENSOR, comm_wait_hook
 
     runs = {overlap: make_run(options, overlap) for overlap in ("none", options.overlap)}
     waits: dict[str, list[float]] = {name: [] for name in runs}
@@ -162,7 +163,7 @@ def rank_training(options: argparse.Namespace) -> dict[str, Any]:
             idle &= rest(options.patience) or turn < 0
             stopwatch = Stopwatch()
             began = time.perf_counter()
-            with comm_wait_hook(lambda: stopwatch):  # noqa: B023
+            with comm_wait_hook(lambda kind: stopwatch if kind == TENSOR else nullcontext()):  # noqa: B023
                 loss = step()
             took = torch.tensor([time.perf_counter() - began, stopwatch.seconds], dtype=torch.float64)
             dist.all_reduce(took, op=dist.ReduceOp.MAX)

@@ -83,6 +83,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model", metavar="GPU", default=None, help="print what the rates of this GPU promise, and run nothing"
     )
     parser.add_argument(
+        "--table",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="with --model: more rates, as `ottava bench gemm` writes them",
+    )
+    parser.add_argument(
         "--output", type=Path, default=None, help="JSON (default benchmarks/results/overlap-DEVICE-SHAPE.json)"
     )
 
@@ -120,7 +127,7 @@ def _sweep(options: argparse.Namespace, size: int) -> list[int]:
 
 
 def _print_model(options: argparse.Namespace) -> int:
-    gpu, size = find_gpu(options.model), options.ranks or 8
+    gpu, size = find_gpu(options.model, options.table), options.ranks or 8
     kind = RATE_OF_RECIPE[options.recipe]
     if kind not in gpu.gemm_tflops:
         raise ValueError(f"the table has no rate of {options.recipe} on {gpu.name}: it would be emulated.")

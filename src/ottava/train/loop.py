@@ -18,6 +18,7 @@ import torch
 from ottava.distributed.gradients import gradient_sync
 from ottava.distributed.waits import comm_wait_hook
 from ottava.optimizers import FusedAdam
+from ottava.overlap import measuring
 from ottava.train import exits, run_folder
 from ottava.train.clock import Clock
 from ottava.train.config import Config
@@ -147,7 +148,8 @@ class Loop:
         step = self.done
         lr = self.config.optimizer.lr * lr_fraction(self.config.schedule, step, self.config.train.steps)
         set_lr(self.optimizer, lr)
-        with self.fp8.sample_operands(step), comm_wait_hook(lambda: self.clock("communication")):
+        waited = comm_wait_hook(lambda kind: self.clock("communication", kind))
+        with self.fp8.sample_operands(step), waited, measuring(waits=False) as meter:
             found = self._backward(step)
         event = None
         verdict = self.health.judge(step + 1, found.loss, found.grad_norm)
@@ -167,7 +169,9 @@ class Loop:
         self.done = step + 1
         span = self.clock.stop()
         validation = self._look_at_the_model()
-        self.recorder.keep(self.done, found.loss, found.grad_norm, lr, span, validation, event)
+        self.recorder.keep(
+            self.done, found.loss, found.grad_norm, lr, span, validation, event, tp_bytes=meter.all_bytes_sent
+        )
         return found
 
     def _backward(self, step: int) -> Step:
