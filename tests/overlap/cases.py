@@ -96,6 +96,25 @@ def run(case: Case, overlap: OverlapOptions, device: str = "cpu") -> dict[str, T
     return found
 
 
+def expected_flows(case: Case) -> set[str]:
+    """What the method must have moved at least."""
+    column = {
+        "bulk": {"bulk_all_gather", "bulk_reduce_scatter"},
+        "ring": {"ring_all_gather", "bulk_all_gather", "bulk_reduce_scatter"},
+        "pipeline": {"pipelined_all_gather", "bulk_all_gather", "pipelined_reduce_scatter"},
+    }
+    row = {
+        "bulk": set(),
+        "ring": {"ring_all_gather", "pipelined_reduce_scatter"},
+        "pipeline": {"pipelined_all_gather", "pipelined_reduce_scatter"},
+    }
+    found: set[str] = set() if "row" in case.kind else column[case.method]
+    found = found if "column" in case.kind else found | row[case.method]
+    # Blocks that would cross ranks: the gradient is gathered first, in high precision, and quantized after.
+    crossing = "row" in case.kind and case.recipe != "none" and case.tokens // dist.get_world_size() % 128 != 0
+    return found - {"ring_all_gather", "pipelined_all_gather"} if crossing else found
+
+
 def options(method: str, **more: Any) -> OverlapOptions:
     return OverlapOptions(method=method, minimum_tokens=0, **more)
 
@@ -111,7 +130,7 @@ def compare(cases: list[Case], device: str = "cpu") -> list[tuple[Case, str, flo
             (case, name, _error(found[name], value), torch.equal(found[name], value))
             for name, value in expected.items()
         ]
-        results.append((case, f"moved {meter.bytes_sent} by {sorted(meter.by_name)}", 0.0, meter.bytes_sent > 0))
+        results.append((case, f"moved by {sorted(meter.by_name)}", 0.0, expected_flows(case) <= set(meter.by_name)))
     return results
 
 
