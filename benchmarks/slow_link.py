@@ -6,8 +6,8 @@
         link.run(["python", "rank.py"])       # in both namespaces at once, with RANK, MASTER_ADDR and gloo's interface set
         link.limit(120)
 
-Bytes between the ranks really pass the kernel's network stack and wait in a token bucket (`tc ... tbf`; netem is not in every kernel). A
-process that ends takes its namespaces and their cards with it: nothing is left on the machine.
+Bytes between the ranks really pass the kernel's network stack and wait in a token bucket (`tc ... tbf`; netem is not in every kernel).
+Namespaces and cards are gone with the process that made them, however it ends, and so are its ranks: nothing is left on the machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from types import TracebackType
 ADDRESSES = ("10.9.0.1", "10.9.0.2")
 CARDS = ("slow0", "slow1")
 _INSIDE = "OTTAVA_SLOW_LINK"  # of the environment: this process has a namespace of its own already
-_TOOLS = ("unshare", "nsenter", "ip", "tc")
+_TOOLS = ("unshare", "nsenter", "setpriv", "ip", "tc")
 # A bucket of 256 kB lets a burst through and no more; 400 ms of queue is enough that TCP never sees a loss at these rates.
 _BUCKET = ("burst", "256kb", "latency", "400ms")
 _WINDOWS = "4096 16777216 16777216"  # bytes of TCP's buffers: smallest, first, largest
@@ -69,8 +69,8 @@ class SlowLink:
         self._runs = 0
 
     def __enter__(self) -> SlowLink:
-        # The second namespace lives as long as a process in it.
-        self._holder = subprocess.Popen(["unshare", "--net", "sleep", "infinity"])
+        # The second namespace lives as long as a process in it; this one ends when nobody holds the other end of its input.
+        self._holder = subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE)
         self._await_namespace()
         self._do(
             0, "ip", "link", "add", CARDS[0], "type", "veth", "peer", "name", CARDS[1], "netns", str(self._holder.pid)
@@ -87,7 +87,7 @@ class SlowLink:
     def __exit__(self, kind: type | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._holder is not None:
             self._holder.kill()
-            self._holder.wait()
+            self._holder.communicate()
         with contextlib.suppress(RuntimeError):  # it may have gone with the other namespace
             self._do(0, "ip", "link", "del", CARDS[0])
 
@@ -110,7 +110,8 @@ class SlowLink:
         ranks = []
         for side, card in enumerate(CARDS):
             env = os.environ | shared | {"RANK": str(side), "LOCAL_RANK": str(side), "GLOO_SOCKET_IFNAME": card}
-            ranks.append(subprocess.Popen([*self._inside(side), *command], env=env, start_new_session=True))
+            held = ["setpriv", "--pdeathsig", "KILL"]  # a rank ends when this process does
+            ranks.append(subprocess.Popen([*self._inside(side), *held, *command], env=env, start_new_session=True))
         try:
             _wait_for(ranks, time.monotonic() + timeout)
         finally:

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -55,13 +56,31 @@ def test_two_ranks_have_a_card_each_and_nothing_is_left_behind(tmp_path: Path) -
     assert "left: nothing" in done.stdout
 
 
+@pytest.mark.skipif(WHY_NOT is not None, reason=f"no slow link: {WHY_NOT}")
+def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        f"import sys\nsys.path.insert(0, {str(BENCHMARKS)!r})\nimport slow_link\nslow_link.enter()\n"
+        "with slow_link.SlowLink(megabits=200) as link:\n    link.run(['sh', '-c', 'echo $$; exec sleep 600'], 600)\n"
+    )
+    with subprocess.Popen([sys.executable, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as conductor:
+        assert conductor.stdout is not None
+        ranks = [int(conductor.stdout.readline()) for _ in range(2)]
+        conductor.kill()
+    for _ in range(200):
+        left = [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
+        if not left:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"ranks {left} outlive the process that started them")
+
+
 def test_a_machine_without_the_tools_is_told_what_is_missing(tmp_path: Path) -> None:
     """In a process of its own, whose PATH has nothing: the benchmark stops with an exit code of its own before it starts any rank."""
     env = os.environ | {"PATH": str(tmp_path)}
     command = [sys.executable, str(BENCHMARKS / "overlap_cpu.py")]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 77
-    assert "unshare and nsenter and ip and tc not found (packages util-linux and iproute2)" in done.stderr
+    assert "unshare and nsenter and setpriv and ip and tc not found (packages util-linux and iproute2)" in done.stderr
 
 
 def test_a_rate_of_nothing_is_refused() -> None:
