@@ -117,8 +117,8 @@ class GroupedLinear(QuantizedModule):
         strategy = self.strategy()
         if strategy.spreads_tokens and x.dim() > 2:
             raise ValueError(
-                f"GroupedLinear with sequence_parallel=True takes [tokens, {self.in_features}]: a group's tokens of all ranks lie together in "
-                f"its output, got an input of {tuple(x.shape)}."
+                f"GroupedLinear with sequence_parallel=True takes [tokens, {self.in_features}]: a group's tokens of all ranks lie "
+                f"together in its output, got an input of {tuple(x.shape)}."
             )
 
         def stages() -> list[Stage]:

@@ -43,6 +43,8 @@ class Span:
         self.begin = self.end = begin
         self.parts: list[tuple[str, str | None, Moment, Moment, str]] = []
         """(part, the part around it, begin, end, what of the part it was)"""
+        self.tp_bytes = 0
+        """That this rank sent to the other ranks of its layers meanwhile."""
 
     def read(self) -> tuple[float, dict[str, float]]:
         """(seconds of the step, seconds by part). A part inside another one counts as itself alone."""

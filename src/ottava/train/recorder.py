@@ -36,7 +36,6 @@ class _Step(NamedTuple):
     span: Span
     validation: float | None
     event: str | None
-    tp_bytes: int
 
 
 class Recorder:
@@ -67,13 +66,10 @@ class Recorder:
         span: Span,
         validation: float | None,
         event: str | None,
-        tp_bytes: int = 0,
     ) -> None:
-        """One step, to be written by the next `write`: when the device has done it, and is busy with the next.
-
-        tp_bytes: that this rank sent to the other ranks of its layers.
-        """
-        self._kept = _Step(step, loss, grad_norm, lr, span, validation, event, tp_bytes)
+        """One step, to be written by the next `write`: when the device has done it, and is busy with the next. Every rank calls it."""
+        self.write()  # two at once, where the host has caught up with the device
+        self._kept = _Step(step, loss, grad_norm, lr, span, validation, event)
 
     def write(self) -> None:
         """The line of the step that is kept, if there is one. Every rank calls it."""
@@ -84,7 +80,7 @@ class Recorder:
     def _measured(self, kept: _Step) -> list[float]:
         """What this rank measured: seconds, memory, tensor-parallel communication, seconds by part."""
         seconds, parts = kept.span.read()
-        tensor = (kept.span.of(TENSOR), float(kept.tp_bytes))
+        tensor = (kept.span.of(TENSOR), float(kept.span.tp_bytes))
         return [seconds, *memory(self.world.device), *tensor, *(parts[name] for name in PARTS)]
 
     def _write(self, kept: _Step, slowest: list[float]) -> None:
