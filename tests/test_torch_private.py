@@ -414,6 +414,18 @@ def test_a_slice_of_a_mesh_knows_the_whole() -> None:
         torch.distributed.destroy_process_group()
 
 
+def test_weak_storage_knows_its_memory_and_takes_no_other_for_it() -> None:
+    tensor = torch.randn(4, 6)
+    reference = torch_private.weak_storage(tensor)
+    assert torch_private.is_storage_of(reference, tensor) and torch_private.is_storage_of(
+        reference, tensor.view(24)[3:]
+    )
+    assert not torch_private.is_storage_of(reference, tensor.clone())
+    del tensor
+    assert reference.expired()  # it keeps nothing
+    assert not any(torch_private.is_storage_of(reference, torch.randn(4, 6)) for _ in range(100))
+
+
 def test_every_function_is_tested_here() -> None:
     functions = {
         name
@@ -457,6 +469,8 @@ def test_every_function_is_tested_here() -> None:
         "persistent_buffers",
         "fsdp1_stretches",
         "root_mesh",
+        "weak_storage",
+        "is_storage_of",
     }
     functions |= {"current_device", "current_stream"}  # builtins where torch was built with CUDA
     assert functions == tested, "add a test for what is new"

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def inside_backward() -> bool:
@@ -82,6 +83,16 @@ def nobody_intercepts() -> bool:
         or torch._C._is_tracing()
         or torch._C._autograd._profiler_enabled()
     )
+
+
+def weak_storage(tensor: torch.Tensor) -> StorageWeakRef:
+    """What tells the memory of `tensor` from any other, also from memory that later lies at the same address, without keeping it."""
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def is_storage_of(reference: StorageWeakRef, tensor: torch.Tensor) -> bool:
+    """Whether `tensor` lies in that memory."""
+    return reference.cdata == tensor.untyped_storage()._cdata
 
 
 def backward_id() -> int:

@@ -178,6 +178,18 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         return x
 
+    def check_residual(self, residual: Tensor | None, x: Tensor) -> Tensor | None:
+        """What is added to x, the checked input, as rows [M, K] in its dtype."""
+        if residual is None:
+            return None
+        if residual.shape != x.shape or residual.device != x.device:
+            raise ValueError(
+                f"The residual of {self._who()} must be like its input, {tuple(x.shape)} on {x.device}; got {tuple(residual.shape)} on "
+                f"{residual.device}."
+            )
+        check_float(residual, f"The residual of {self._who()}")
+        return residual.to(x.dtype).reshape(-1, x.shape[-1])
+
     def _who(self) -> str:
         return type(self).__name__ if self.name is None else f"{type(self).__name__} {self.name!r}"
 

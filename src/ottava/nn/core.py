@@ -64,14 +64,19 @@ ops = torch.ops.ottava
 # ---------------------------------------------------------------------------------------------------------------- producers
 
 
-def _statistics(stage: Stage, h: Tensor, t: StageTensors) -> tuple[Source, Tensor | None]:
-    """What the stage's operand is produced from, and its amax where current scaling needs it and a norm has found it."""
+def _statistics(stage: Stage, h: Tensor, residual: Tensor | None, t: StageTensors) -> tuple[Source, Tensor | None]:
+    """What the stage's operand is produced from, and its amax where current scaling needs it and a norm has found it.
+
+    residual: what is added to h before the norm; the source's `h` is the sum then.
+    """
     if stage.norm is None:
         return Source(h, t.gamma, t.beta, None, None), None
     needs_amax = stage.input is not None and stage.input.per_tensor and not stage.delayed
-    mean, rstd, amax = ops.norm_stats(
-        h, t.gamma, t.beta, stage.norm.kind, stage.norm.eps, stage.norm.zero_centered, needs_amax
-    )
+    norm = (t.gamma, t.beta, stage.norm.kind, stage.norm.eps, stage.norm.zero_centered, needs_amax)
+    if residual is None:
+        mean, rstd, amax = ops.norm_stats(h, *norm)
+    else:
+        h, mean, rstd, amax = ops.norm_add_stats(h, residual, *norm)
     return Source(h, t.gamma, t.beta, mean, rstd), amax if needs_amax else None
 
 
@@ -118,10 +123,13 @@ def _shared_amax(stage: Stage, source: Source, own: Tensor | None) -> Tensor | N
 # ------------------------------------------------------------------------------------------------------------------ forward
 
 
-def _make_quantized(stage: Stage, h: Tensor, t: StageTensors, scale: Tensor | None, keep: bool) -> Made:
+def _make_quantized(
+    stage: Stage, h: Tensor, residual: Tensor | None, t: StageTensors, scale: Tensor | None, keep: bool
+) -> Made:
     """The quantized operand of one group. keep: a backward pass will come."""
     assert stage.input is not None
-    source, amax = _statistics(stage, h, t)
+    source, amax = _statistics(stage, h, residual, t)
+    h = source.h
     amax = _shared_amax(stage, source, amax)
     norm_out = _produce(stage, source) if stage.return_norm else None
     remake = stage.recompute or (stage.strategy.gathers_input and not stage.input.fills_blocks(h.shape[0]))
@@ -149,9 +157,10 @@ def _make_quantized(stage: Stage, h: Tensor, t: StageTensors, scale: Tensor | No
     return Made(rowwise(q, stage.input), saved, norm_out, q.rowwise_amax)
 
 
-def _make_unquantized(stage: Stage, h: Tensor, t: StageTensors) -> Made:
+def _make_unquantized(stage: Stage, h: Tensor, residual: Tensor | None, t: StageTensors) -> Made:
     """The same in the activation dtype."""
-    source, _ = _statistics(stage, h, t)
+    source, _ = _statistics(stage, h, residual, t)
+    h = source.h
     operand = _produce(stage, source)
     needs_source = stage.norm is not None or stage.activation is not None or stage.recompute
     kept = None if stage.recompute else operand
@@ -385,26 +394,29 @@ class _ChainFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, chain: Chain, accumulators: Any, splits: tuple[int, ...] | None, keep: bool, h: Tensor, *flat: Any
-    ) -> Any:
+        ctx: Any, chain: Chain, accumulators: Any, splits: tuple[int, ...] | None, keep: bool, residual: Tensor | None, h: Tensor,
+        *flat: Any,
+    ) -> Any:  # fmt: skip
         if chain.direct and products.watcher is None:
-            return direct.forward(ctx, chain, accumulators, keep, h, flat)
+            return direct.forward(ctx, chain, accumulators, keep, residual, h, flat)
         count, groups = len(chain.stages), chain.groups
         tensors, state = unpack(StageTensors, flat, count), DelayedTensors(*flat[-len(DelayedTensors._fields) :])
         saved: list[Saved] = []
-        norm_out = None
+        norm_out = total = None
         for start in range(0, count, groups):
             stage, made = chain.stages[start], []
+            added = residual if start == 0 else None
             for number, part in enumerate(_parts(h, splits), start):
                 t = tensors[number]
                 if stage.input is None:
-                    one = _make_unquantized(stage, part, t)
+                    one = _make_unquantized(stage, part, added, t)
                 else:
                     scale = column_of(state.fwd_scale, input_column(number)) if stage.delayed else None
-                    one = _make_quantized(stage, part, t, scale, keep)
+                    one = _make_quantized(stage, part, added, t, scale, keep)
                 _record_forward(chain, number, one, t, state.fwd_history)
                 made.append(one)
                 saved.append(one.saved)
+            total = made[0].saved.h if added is not None else total
             h = _fprop(stage, made, tensors[start : start + groups], h.dtype)
             if stage.return_norm:
                 norm_out = _joined([one.norm_out for one in made])
@@ -413,23 +425,30 @@ class _ChainFunction(torch.autograd.Function):
         ctx.save_for_backward(*pack(saved), state.fwd_scale.clone() if recompute else None)  # type: ignore[union-attr]
         # Live buffers, not saved ones: another backward may update them before this one runs.
         ctx.bwd_scale, ctx.bwd_history = (state.bwd_scale, state.bwd_history) if delayed else (None, None)
-        ctx.chain, ctx.accumulators, ctx.splits = chain, accumulators, splits
+        ctx.chain, ctx.accumulators, ctx.splits, ctx.adds = chain, accumulators, splits, residual is not None
         ctx.weight_dtypes = tuple(gradient_dtype(t.weight) for t in tensors)
         first = chain.stages[0]
         if first.gather_norm and norm_out is not None:
             norm_out = first.strategy.before_gemm(Operand(norm_out)).data
-        return (h, norm_out) if first.return_norm else h
+        out = (h, norm_out) if first.return_norm else (h,)
+        out = out if residual is None else (*out, total)
+        return out if len(out) > 1 else h
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, dnorm: Tensor | None = None) -> Any:
+    def backward(ctx: Any, dy: Tensor, *others: Tensor) -> Any:
         refuse_double_backward()
         chain: Chain = ctx.chain
+        dtotal = others[-1] if ctx.adds else None
         if chain.direct and products.watcher is None:
-            return direct.backward(ctx, dy, _dgrad_operand)
+            return direct.backward(ctx, dy, dtotal, _dgrad_operand)
+        dnorm: Tensor | None = others[0] if chain.stages[0].return_norm else None
         *flat, fwd_scale = ctx.saved_tensors
         count, groups = len(chain.stages), chain.groups
         state = DelayedTensors(fwd_scale, None, ctx.bwd_scale, ctx.bwd_history)
-        all_saved, all_needs = unpack(Saved, flat, count), unpack(StageTensors, ctx.needs_input_grad[5:], count)
+        all_saved, all_needs = (
+            unpack(Saved, flat, count),
+            unpack(StageTensors, ctx.needs_input_grad[direct.FIRST :], count),
+        )
         found: list[StageGradients] = [StageGradients()] * count
         grads = [
             Gradient(part)
@@ -450,7 +469,7 @@ class _ChainFunction(torch.autograd.Function):
                 saved,
                 grads,
                 [column_of(fwd_scale, input_column(i)) for i in range(start, start + groups)],
-                start > 0 or ctx.needs_input_grad[4] or any(need.gamma or need.beta for need in needs),
+                start > 0 or any(ctx.needs_input_grad[4:6]) or any(need.gamma or need.beta for need in needs),
                 any(need.weight for need in needs),
                 extra,
                 add,
@@ -468,13 +487,14 @@ class _ChainFunction(torch.autograd.Function):
             grads = []
             for g, (dgrad, s) in enumerate(zip(_parts(dx, ctx.splits), saved)):
                 needs_bias = start > 0 and bool(all_needs[start - groups + g].bias)
-                made = _producer_backward(chain, start + g, dgrad, dnorms[g], s, state, needs_bias)
+                more = (dnorms[g], dtotal if start == 0 else None)
+                made = _producer_backward(chain, start + g, dgrad, more, s, state, needs_bias)
                 grads.append(made.grad)
                 found[start + g] = StageGradients(made.dgamma, made.dbeta, dweight[g], dbias[g])
         first = chain.stages[0]
         if dx is not None and (first.norm is not None or first.activation is not None):
             dx = _joined([grad.value for grad in grads])
-        return None, None, None, None, dx, *pack(found), *DelayedTensors()
+        return None, None, None, None, dx if ctx.adds else None, dx, *pack(found), *DelayedTensors()
 
 
 def _products_backward(
@@ -520,15 +540,23 @@ class _ProducerGradients(NamedTuple):
 
 
 def _producer_backward(
-    chain: Chain, number: int, dgrad: Tensor, dnorm: Tensor | None, s: Saved, state: DelayedTensors, needs_bias: bool
+    chain: Chain,
+    number: int,
+    dgrad: Tensor,
+    more: tuple[Tensor | None, Tensor | None],
+    s: Saved,
+    state: DelayedTensors,
+    needs_bias: bool,
 ) -> _ProducerGradients:
-    """Through the producer of stage `number`. dnorm: of the norm's output, where that was returned."""
-    stage = chain.stages[number]
+    """Through the producer of stage `number`. more: gradients of the norm's output and of its input, where those were returned."""
+    stage, (dnorm, dtotal) = chain.stages[number], more
     if stage.norm is not None:
         dgrad = dgrad if dnorm is None else dgrad + dnorm
-        dx, dgamma, dbeta = ops.norm_backward(
-            dgrad, s.h, s.gamma, s.mean, s.rstd, stage.norm.zero_centered, s.beta is not None
-        )
+        norm = (s.h, s.gamma, s.mean, s.rstd, stage.norm.zero_centered, s.beta is not None)
+        if dtotal is None:
+            dx, dgamma, dbeta = ops.norm_backward(dgrad, *norm)
+        else:
+            dx, dgamma, dbeta, _ = ops.norm_backward_add(dgrad, *norm, dtotal, False)
         return _ProducerGradients(Gradient(dx), dgamma, dbeta if s.beta is not None else None)
     return _ProducerGradients(_activation_backward(chain, number, dgrad, s, state, needs_bias))
 
@@ -555,20 +583,24 @@ def run_chain(
     state: DelayedTensors | None,
     accumulators: tuple | None = None,
     splits: tuple[int, ...] | None = None,
+    residual: Tensor | None = None,
 ) -> Any:
     """Runs `chain` on x [M, K]. state: where delayed scaling needs it. splits: rows of each of the chain's groups, if it has several.
+    residual [M, K], of the dtype of x: what the first stage's norm adds to x before it; the chain has one group then.
 
-    Returns [M, N], or ([M, N], norm output [M, K]) if the first stage returns it.
+    Returns [M, N]; or a tuple of that, the norm's output [M, K] if the first stage returns it, and x + residual if there is one.
     """
-    keep = torch.is_grad_enabled() and (x.requires_grad or any(map(_trains, stages)))
+    keep = torch.is_grad_enabled() and (
+        x.requires_grad or (residual is not None and residual.requires_grad) or any(map(_trains, stages))
+    )
     apply = _ChainFunction.apply if not chain.direct or torch_private.transforms_active() else _BARE_APPLY
     flat = stages[0] if len(stages) == 1 else pack(stages)
     device = x.device.type
     if not torch.is_autocast_enabled(device) or torch.compiler.is_compiling():
-        return apply(chain, accumulators, splits, keep, x, *flat, *(state or _NO_STATE))
+        return apply(chain, accumulators, splits, keep, residual, x, *flat, *(state or _NO_STATE))
     torch.set_autocast_enabled(device, False)  # x has its dtype by now, and each op would ask
     try:
-        return apply(chain, accumulators, splits, keep, x, *flat, *(state or _NO_STATE))
+        return apply(chain, accumulators, splits, keep, residual, x, *flat, *(state or _NO_STATE))
     finally:
         torch.set_autocast_enabled(device, True)
 
