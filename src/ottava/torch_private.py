@@ -309,7 +309,8 @@ def symmetric_memory(count: int, device: torch.device, group: Any) -> tuple[torc
 
 def group_timeout_s(group: Any, device: torch.device) -> float:
     """Seconds after which a collective of the group fails."""
-    backend = (group or torch.distributed.group.WORLD)._get_backend(device)
+    known: Any = group or torch.distributed.group.WORLD
+    backend = known._get_backend(device)
     return backend.options._timeout.total_seconds()
 
 
