@@ -127,7 +127,9 @@ class Engine:
 
     def _choose(self, collective: str, method: str, product: Product, device: torch.device) -> Choice:
         s = self.schedule
-        choice = choose(collective, method, product, self.size, machine_of(device.type), s.splits, s.minimum_tokens)
+        transport = transport_of(self.group, s.transport, device) if s.minimum_tokens is None else None
+        machine = machine_of(device.type, None if transport is None else transport.link())
+        choice = choose(collective, method, product, self.size, machine, s.splits, s.minimum_tokens)
         if not choice.overlaps and s.requested and leads():
             warn_once(f"ottava: {', '.join(s.requested)}: a {collective} is not overlapped: {choice.why}.")
         return choice
