@@ -43,7 +43,7 @@ CPU = Machine(45e9, 45e9, 1.1e9, 1.2e-4, 1.0e-4, 1.6e-9)
 HOPPER = Machine(6.5e14, 1.1e15, 4e11, 8e-6, 6e-6)
 
 
-WORTH = 0.97  # of the sequential time: an estimate that promises less than 3% promises nothing
+WORTH = 0.995  # of the sequential time: an estimate that promises less than half a percent promises nothing
 
 
 def machine_of(device_type: str, link: Link | None = None) -> Machine:
