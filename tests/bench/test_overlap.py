@@ -106,7 +106,6 @@ def test_the_crossing_says_what_the_engine_chooses_at_each_size(figures: dict[st
     for row in rows:
         cut = row["estimated_crossing"] is not None and row["tokens"] >= row["estimated_crossing"]
         assert (row["chosen"] != "none") == cut
-    assert all(row["chosen"] == "none" for row in rows if row["product"] == "proj"), "128 tokens are few"
     assert figures["bulk"]["crossing"] == []
 
 

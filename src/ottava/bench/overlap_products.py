@@ -20,10 +20,11 @@ from ottava.nn.options import NO_OVERLAP, OverlapOptions
 from ottava.nn.product import Product, product
 from ottava.nn.strategy import Later, backend
 from ottava.overlap import bulk
-from ottava.overlap.cost import Choice, Machine, crossing, machine_of
+from ottava.overlap.cost import Choice, crossing, machine_of
 from ottava.overlap.cost import Product as Sizes
 from ottava.overlap.engine import Engine, travelling_bytes
 from ottava.overlap.schedule import Schedule
+from ottava.overlap.transports import transport_of
 from ottava.plan.overlap_time import LayerShape
 from ottava.quant.quantization import Quantization
 from ottava.quant.scheme import Scheme
@@ -327,5 +328,6 @@ def _contraction(operand: Operand) -> int:
 
 def _crossing(collective: str, stage: Stage, sizes: Sizes) -> int | None:
     method = stage.schedule.gather if collective == "gather" else stage.schedule.scatter
-    machine: Machine = machine_of(stage.setting.device.type)
+    transport = transport_of(stage.setting.group, stage.setting.transport, stage.setting.device)
+    machine = machine_of(stage.setting.device.type, None if transport is None else transport.link())
     return None if method == "none" else crossing(collective, method, sizes, stage.setting.size, machine)
