@@ -133,9 +133,9 @@ def overlap_cpu(document: dict[str, Any]) -> str:
     ]
     head = ["", "collective ms", "GEMM ms", "one after the other", "overlapped", "overlapped / sequential"]
     run = document["training"]
-    steps = run["step_s"]
+    before, after = (f"{run['step_s'][name]:.2f} s" for name in ("none", run["overlap"]))
     trained = (
-        f'Training two layers, `overlap="{run["overlap"]}"`: a step takes {steps[run["overlap"]]:.2f} s instead of {steps["none"]:.2f} s, and '
+        f'Training two layers, `overlap="{run["overlap"]}"`: a step takes {after} instead of {before}, and '
         f"{run['hidden_share']:.0%} of {run['communication_s']:.2f} s of communication is hidden."
     )
     return f"{_markdown(head, rows)}\n\n{trained}"
