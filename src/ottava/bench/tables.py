@@ -101,8 +101,31 @@ def attention(document: dict[str, Any]) -> str:
     return _markdown(["backend", "forward ms", "backward ms", "TFLOP/s"], rows)
 
 
+def overlap(document: dict[str, Any]) -> str:
+    """Of `ottava bench overlap`."""
+    times = ("communication_ms", "gemm_ms", "sequential_ms", "overlapped_ms", "bound_ms")
+    rows = [
+        [f"{row['product']} {row['direction']}", row["collective"], row["method"], *(_number(row.get(key), ".3f") for key in times),
+         _number(row.get("hidden_share"), ".0%"), row.get("chosen", "-")]
+        for row in document["results"]
+    ]  # fmt: skip
+    head = [
+        "GEMM",
+        "collective",
+        "method",
+        "collective ms",
+        "GEMM ms",
+        "one after the other",
+        "overlapped",
+        "bound",
+        "hidden",
+        "chosen",
+    ]
+    return _markdown(head, rows)
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
-    "layer": layer, "step": step, "kernels": kernels, "gemm": gemm, "attention": attention,
+    "layer": layer, "step": step, "kernels": kernels, "gemm": gemm, "attention": attention, "overlap": overlap,
 }  # fmt: skip
 
 
