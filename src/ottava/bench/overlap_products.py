@@ -13,13 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ottava.distributed import collectives
 from ottava.kernels import cast
 from ottava.nn.operand import Operand, columnwise, rowwise, transposed
 from ottava.nn.options import NO_OVERLAP, OverlapOptions
 from ottava.nn.product import Product, product
 from ottava.nn.strategy import Later, backend
-from ottava.overlap import bulk
+from ottava.overlap import bulk, collectives
 from ottava.overlap.cost import Choice, crossing, machine_of
 from ottava.overlap.cost import Product as Sizes
 from ottava.overlap.engine import Engine, travelling_bytes

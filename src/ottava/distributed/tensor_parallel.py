@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ottava import torch_private
-from ottava.distributed import collectives
 from ottava.nn import DotProductAttention, MultiheadAttention, TransformerLayer
 from ottava.nn import strategy as nn_strategy
 from ottava.nn.base import QuantizedModule
@@ -25,7 +24,7 @@ from ottava.nn.options import OverlapOptions, ParallelOptions
 from ottava.nn.product import Product
 from ottava.nn.strategy import ALONE, Layout, Operands, Strategy, add_by_group
 from ottava.notices import warn_once
-from ottava.overlap import opaque
+from ottava.overlap import collectives, opaque
 from ottava.overlap.bulk import parts_of_ranks
 from ottava.overlap.engine import Engine
 from ottava.overlap.schedule import Schedule
