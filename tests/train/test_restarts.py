@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 
@@ -42,6 +43,15 @@ def test_a_run_that_was_stopped_on_purpose_has_lost_nothing(tmp_path):
 def test_damaged_lines_are_passed_over(tmp_path):
     (tmp_path / FILE).write_text('{"attempt": 1}\n[]\nnonsense\n')
     assert read_restarts(tmp_path) == [] and read_restarts(tmp_path / "nowhere") == []
+    good = {"attempt": 1, "cause": "x", "in_place": True, "planned": False, "step_before": 2, "step": 1}
+    lines = [{**good, "down_s": 1.0, "redone_s": math.inf}, {**good, "down_s": "<b>", "redone_s": 1.0}]
+    (tmp_path / FILE).write_text(
+        "\n".join(json.dumps(line) for line in [*lines, {**good, "down_s": 1.0, "redone_s": 0.5}])
+    )
+    assert [restart.lost_s for restart in read_restarts(tmp_path)] == [1.5]
+    (tmp_path / FILE).unlink()
+    os.mkfifo(tmp_path / FILE)
+    assert read_restarts(tmp_path) == []
 
 
 def test_the_model_of_16384_ranks_reaches_98_percent_with_copies_and_not_without():

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -92,12 +92,7 @@ def run_rank(config: Config, place: Any, stop: RankSignals | None = None) -> tup
     from ottava.train.watchdog import Watchdog
     from ottava.train.world import World
 
-    if config.train.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS may not be deterministic
-    if place.kept:
-        # A rank that lost another one is not to be ended by NCCL's own watchdog: ours is there, and it meets the others again.
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that torch remembers, for the watchdog
+    _prepare(os.environ, config, place.kept)
     try:
         with (
             Watchdog(config, place.rank, place.size, stop, place.kept) as watchdog,
@@ -113,6 +108,20 @@ def run_rank(config: Config, place: Any, stop: RankSignals | None = None) -> tup
         return exits.WRONG_USAGE, str(error)
     except Exception:
         return exits.FAILED, traceback.format_exc()
+
+
+def _prepare(environment: MutableMapping[str, str], config: Config, kept: bool = False) -> None:
+    """What libraries read once, when they start. What somebody has set stays. kept: the rank may outlive others."""
+    from ottava.overlap.connections import ask_for_connections
+
+    if config.train.deterministic:
+        environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS may not be deterministic
+    if config.parallel.tp > 1 and config.parallel.overlap != "none":
+        ask_for_connections(environment)
+    if kept:
+        # A rank that lost another one is not to be ended by NCCL's own watchdog: ours is there, and it meets the others again.
+        environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    environment.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that torch remembers, for the watchdog
 
 
 def _keep_traceback(config: Config, rank: int) -> None:

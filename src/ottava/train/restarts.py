@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,9 +20,12 @@ from typing import Any
 from ottava.notices import warn_once
 from ottava.train.metrics import FILE as METRICS
 from ottava.train.metrics import read_metrics
+from ottava.untrusted.files import read_regular
 
 FILE = "restarts.jsonl"
 SUMMARY = "summary.json"
+MOST_BYTES = 16 << 20
+"""Of the file: some 60,000 restarts."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ def note_restart(folder: Path, attempt: int, done: int, cause: str = "", in_plac
     changed = path.stat().st_mtime
     planned = not in_place and _ended_well(folder, changed)
     down = 0.0 if planned else max(time.time() - changed, 0.0)
-    redone = sum(line.get("step_s") or 0.0 for line in lines if line["step"] > done)
+    redone = math.fsum(float(line.get("step_s") or 0.0) for line in lines if line["step"] > done)
     found = Restart(
         attempt, cause or ("started again" if not planned else "continued"), in_place, planned, last, done, down, redone
     )
@@ -84,18 +88,29 @@ def _ended_well(folder: Path, changed: float) -> bool:
 
 
 def read_restarts(folder: Path) -> list[Restart]:
-    """All that a run has noted. A damaged line is passed over."""
-    found = []
-    try:
-        lines = (folder / FILE).read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
+    """All that a run has noted. What is damaged is passed over: the folder may be a stranger's."""
+    path = folder / FILE
+    if not path.exists():
         return []
-    for line in lines:
-        try:
-            found.append(Restart(**json.loads(line)))
-        except (ValueError, TypeError, RecursionError):
-            warn_once(f"{folder / FILE} has a damaged line, which is passed over.")
-    return found
+    try:
+        lines = read_regular(path, MOST_BYTES, "a list of restarts").splitlines()
+    except (OSError, ValueError) as error:
+        warn_once(f"{path} cannot be read, and is passed over: {error}")
+        return []
+    found = [_decode(line) for line in lines]
+    if None in found:
+        warn_once(f"{path} has a damaged line, which is passed over.")
+    return [restart for restart in found if restart is not None]
+
+
+def _decode(line: bytes) -> Restart | None:
+    try:
+        restart = Restart(**json.loads(line))
+    except (ValueError, TypeError, RecursionError):
+        return None
+    kinds = {"cause": str, "in_place": bool, "planned": bool, "down_s": float, "redone_s": float}
+    sound = all(type(value) is kinds.get(key, int) for key, value in vars(restart).items())
+    return restart if sound and math.isfinite(restart.lost_s) else None
 
 
 def effective_ratio(lines: Sequence[dict[str, Any]], restarts: Sequence[Restart]) -> float | None:
