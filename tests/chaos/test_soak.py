@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ottava.chaos.campaign import Campaign
+from ottava.chaos.campaign import Campaign, describe
 from ottava.chaos.plan import KINDS, Fault, draw
 from ottava.chaos.result import failures, result
 from ottava.cli.main import main
@@ -33,7 +33,7 @@ def job(folder: Path, steps: int) -> Config:
         precision={"recipe": "none"},
         checkpoint={"every": 8, "background": True},
         metrics={"fp8_every": 0, "console_every": 20},
-        health={"restarts": 3, "watchdog_s": 60.0},
+        health={"restarts": 20, "watchdog_s": 60.0},
     )
 
 
@@ -50,9 +50,8 @@ def test_twenty_faults_leave_no_trace(tmp_path):
     found = result([(campaign, outcomes)], seed=SEED, command="")
     assert len(outcomes) == 20 and all(outcome.struck for outcome in outcomes), said
     assert failures(found) == [], said
-    assert all(
-        outcome.survived for outcome in outcomes if outcome.fault.kind in CHEAP[:-2] and outcome.fault.rank >= 0
-    ), said
+    rank_died = [one for one in outcomes if one.fault.kind in CHEAP[:-2] and one.fault.rank >= 0]
+    assert [describe(one) for one in rank_died if not one.survived] == []
     assert 0.0 < found["effective_training_time_ratio"] < 1.0
     json.dumps(found)
 

@@ -24,7 +24,7 @@ from ottava.train.console import tell
 from ottava.train.members import PREFIX, Plan, newest
 from ottava.train.nursery import Child
 
-COME_S = 20.0
+COME_S = 30.0
 """Seconds that a rank has to come to a new generation."""
 TEND_S = 0.2
 ASK_S = 3.0
@@ -60,6 +60,7 @@ class Keeper:
         self._since = time.monotonic()  # when the generation was seen first
         self._complete = True  # the first generation has the time of a start, which the watchdog looks at
         self._deaths, self._furthest = 0, -1
+        self._ask_after = 0.0
         self._reported: set[int] = set()  # generations of which `over` counts our seats
         self.released: set[int] = set()
         """Seats that nobody sits on any more."""
@@ -178,9 +179,12 @@ class Keeper:
         return max([*steps, json.loads(told).get("step", -1)], default=-1)
 
     def _ask(self, question: Callable[[], T]) -> T | None:
-        """None if the store does not answer."""
+        """None if the store does not answer; then it is not asked again for a moment: the end of a run must not wait for it."""
+        if time.monotonic() < self._ask_after:
+            return None
         answer: list[T] = []
-        watchdog.within(ASK_S, lambda: answer.append(question()), quiet=True)
+        if not watchdog.within(ASK_S, lambda: answer.append(question()), quiet=True):
+            self._ask_after = time.monotonic() + ASK_S
         return answer[0] if answer else None
 
 
