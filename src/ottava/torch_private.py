@@ -9,6 +9,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -298,6 +299,7 @@ def peak_memory(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: 
 def elastic_agent(is_final: Callable[[list[int]], bool], grace_s: float) -> Iterator[list[int]]:
     """Inside, `torch.distributed.run.run` does not start ranks again whose exit codes (128 + n for signal n) are final, and gives
     ranks `grace_s` seconds after a signal. Yields a list that will have the return codes of ranks that ended after one.
+    Folders of logs have a file `rank`.
     """
     import signal
 
@@ -307,6 +309,13 @@ def elastic_agent(is_final: Callable[[list[int]], bool], grace_s: float) -> Iter
     usual = api.LocalElasticAgent
 
     class Agent(usual):  # type: ignore[misc, valid-type]
+        def _start_workers(self, worker_group: Any) -> Any:
+            started = super()._start_workers(worker_group)
+            for worker in worker_group.workers:  # folders of logs have the rank on this node as their name
+                if path := self._pcontext.stdouts.get(worker.local_rank):
+                    Path(path).with_name("rank").write_text(str(worker.global_rank))
+            return started
+
         def _monitor_workers(self, worker_group: Any) -> Any:
             result = super()._monitor_workers(worker_group)
             codes = [failure.exitcode for failure in result.failures.values()]

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 import yaml
 
-from launch.jobs import attempts, config_file, environment, lines, losses, ranks_of, reference, wait_until
+from launch.jobs import attempts, config_file, environment, lines, losses, ranks_of, reference, shorten, wait_until
 from ottava.cli.main import main
+from ottava.doctor.run_logs import find_logs
 from ottava.launch import policy
 
 SCHEMAS = Path(__file__).parents[1] / "data" / "kubernetes"
@@ -230,10 +231,9 @@ def start_pod(objects: list[dict[str, Any]], index: int, port: int, folder: Path
 
 
 @pytest.mark.extra
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", KINDS, ids=["trainjob", "jobset"])
 def test_pods_train_save_when_one_is_drained_and_go_on_with_the_same_losses(capsys, tmp_path, kind):
-    expected = reference(tmp_path)
     config, run = config_file(tmp_path, "run"), tmp_path / "run"
     shape = ("--nodes", "2", "--per-node", "1", "--device", "cpu", "--grace", "60", "--restarts", "0")
     objects = launch(capsys, *kind, *shape, on=str(tmp_path), config=str(config))
@@ -246,36 +246,40 @@ def test_pods_train_save_when_one_is_drained_and_go_on_with_the_same_losses(caps
     first = pods()
     wait_until(lambda: len(lines(run)) >= 6, "step 6", otherwise=lambda: str([pod.poll() for pod in first]))
     first[1].send_signal(signal.SIGTERM)  # its node is drained
-    said = [pod.communicate(timeout=200)[0] for pod in first]
+    said = [pod.communicate(timeout=600)[0] for pod in first]
     codes = [pod.returncode for pod in first]
     assert codes == [143, 143], said
     job, spec = job_of(objects), objects[1]["spec"]
     spec = spec.get("template", {}).get("spec", spec)
     assert action_of(spec, *message_of(job, codes[1])) == "RestartJobSetAndIgnoreMaxRestarts"
 
+    steps = shorten(config, run)
+    objects = launch(capsys, *kind, *shape, on=str(tmp_path), config=str(config))
     again = pods()
-    said = [pod.communicate(timeout=250)[0] for pod in again]
+    said = [pod.communicate(timeout=600)[0] for pod in again]
     assert [pod.returncode for pod in again] == [0, 0], said
-    assert losses(run) == expected and attempts(run) == {0, 1}, said
+    assert losses(run) == reference(tmp_path, steps) and attempts(run) == {0, 1}, said
+    assert {log.rank for log in find_logs(run)} == {0, 1}  # both are rank 0 of their node
 
 
 @pytest.mark.extra
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_a_killed_rank_ends_as_a_pod_with_its_code_or_is_started_again(capsys, tmp_path):
-    config, run = config_file(tmp_path, "run", steps=60), tmp_path / "run"
+    config, run = config_file(tmp_path, "run"), tmp_path / "run"
     shape = ("--nodes", "1", "--per-node", "2", "--device", "cpu")
     objects = launch(capsys, *shape, "--restarts", "0", on=str(tmp_path), config=str(config))
     pod = start_pod(objects, 0, 0, tmp_path)
     wait_until(lambda: len(lines(run)) >= 6, "step 6", otherwise=lambda: str(pod.poll()))
     os.kill(ranks_of(tmp_path / "config-0" / "config.toml")[1], signal.SIGKILL)
-    said = pod.communicate(timeout=200)[0]
+    said = pod.communicate(timeout=600)[0]
     assert pod.returncode == 137, said
     objects = launch(capsys, *shape, "--restarts", "1", on=str(tmp_path), config=str(config))
     pod = start_pod(objects, 0, 0, tmp_path)
     wait_until(lambda: 1 in attempts(run), "another attempt", otherwise=lambda: str(pod.poll()))
     os.kill(ranks_of(tmp_path / "config-0" / "config.toml")[1], signal.SIGKILL)
-    said = pod.communicate(timeout=250)[0]
-    assert pod.returncode == 0 and list(losses(run)) == list(range(1, 61)) and 2 in attempts(run), said
+    steps = shorten(tmp_path / "config-0" / "config.toml", run)
+    said = pod.communicate(timeout=600)[0]
+    assert pod.returncode == 0 and list(losses(run)) == list(range(1, steps + 1)) and 2 in attempts(run), said
 
 
 FAKE = """#!/bin/bash

@@ -36,6 +36,8 @@ BELONGS: dict[str, tuple[str, ...]] = {
     "grace": ("local", "ssh", "slurm", "kubernetes", "skypilot", "torchrun"),
 }
 """Options that only some schedulers have a use for."""
+BY_HAND = {"torchrun": "on every node", "skypilot": "with `sky jobs launch`"}
+"""What nobody here can submit, and how it is started."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,7 +105,8 @@ def _launch(options: argparse.Namespace) -> int:
         _write(folder, files)
         if options.submit:
             return launcher.submit(job, folder)
-        print(f"Wrote {', '.join(str(folder / name) for name in files)}. Submit it with --submit.")
+        how = f"Start it {BY_HAND[options.on]}." if options.on in BY_HAND else "Submit it with --submit."
+        print(f"Wrote {', '.join(str(folder / name) for name in files)}. {how}")
         return 0
     except Refused as error:
         print(f"ottava launch: {error}", file=sys.stderr)
@@ -126,6 +129,10 @@ def _read_words(options: argparse.Namespace) -> None:
             raise ValueError(f"--{name} is for --on {' or '.join(schedulers)}; it does nothing on {options.on}.")
     if options.show and options.submit:
         raise ValueError("--print shows, --submit submits: choose one.")
+    if options.submit and options.on in BY_HAND:
+        raise ValueError(
+            f"--on {options.on} is started by hand, {BY_HAND[options.on]}: take --print, or leave --submit out."
+        )
 
 
 def _job(options: argparse.Namespace) -> Job:

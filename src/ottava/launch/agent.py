@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 import traceback
@@ -31,6 +32,9 @@ def main(arguments: list[str]) -> int:
     from torch.distributed.run import parse_args, run
 
     options, words = _options(arguments)
+    os.environ.setdefault(
+        "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}]: "
+    )  # torchrun's own is the rank on this node
     asked = parse_args([f"--signals-to-handle={SIGNALS}", *_binding(options.bind_cpus), *words])
     with torch_private.elastic_agent(policy.is_final, options.grace) as ended:
         try:

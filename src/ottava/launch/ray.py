@@ -28,9 +28,13 @@ if TYPE_CHECKING:
 
 POINTER = "ottava-checkpoint.json"
 _CONNECT = """
-import json, sys, ray
-ray.init(address=sys.argv[1], log_to_driver=False)
-print(json.dumps(ray.cluster_resources()))
+import json, socket, sys, ray
+host, _, port = sys.argv[1].removeprefix("ray://").rpartition(":")
+if host:
+    socket.create_connection((host, int(port)), timeout=10).close()  # Ray itself would try for long
+if sys.argv[1] != "local":
+    ray.init(address=sys.argv[1], log_to_driver=False)
+    print(json.dumps(ray.cluster_resources()))
 """
 
 
@@ -46,8 +50,7 @@ class Ray:
 
     def submit(self, job: Job, folder: Path) -> int:
         """Connects first; then the driver runs here until the end."""
-        if self.address != "local":
-            self._connect(job)
+        self._connect(job)
         return subprocess.call([job.python, str(folder / "ray_train.py")])
 
     def _connect(self, job: Job) -> None:
@@ -56,7 +59,11 @@ class Ray:
             said = call([job.python, "-c", _CONNECT, self.address], missing, seconds=120.0)
         except Refused as error:
             last = str(error).strip().splitlines()[-1]
+            if "No module named 'ray'" in last:
+                raise Refused(f"{job.python} has no Ray: pip install 'ottava[ray]'.") from error
             raise Refused(f"no Ray cluster answers at {self.address!r}: {last}") from error
+        if self.address == "local":
+            return
         kind = "GPU" if job.device == "cuda" else "CPU"
         has, wants = json.loads(said.splitlines()[-1]).get(kind, 0), job.nodes * job.per_node
         if has < wants:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ottava.launch import policy
@@ -52,10 +51,6 @@ class SkyPilot:
             "run": _run(job),
         }
         return {"sky.yaml": to_yaml(task) + "\n", "config.toml": to_toml(job.config)}
-
-    def submit(self, job: Job, folder: Path) -> int:
-        """Not from here."""
-        raise ValueError(f"--on skypilot writes the task; start it with: sky jobs launch {folder / 'sky.yaml'}")
 
 
 def _run(job: Job) -> str:

@@ -65,7 +65,3 @@ FIRST_NODE=${{1:?address of the first node}}
 exec {shell(words, keep=(f"--rdzv-endpoint=$FIRST_NODE:{PORT}",))}
 """
         return {"torchrun.sh": text} | config_files(job)
-
-    def submit(self, job: Job, folder: Path) -> int:
-        """There is nobody to submit to."""
-        raise ValueError("--on torchrun is started by hand on every node: take --print, or --on ssh with --hosts.")
