@@ -203,20 +203,21 @@ def _meet() -> Place:
     import ray.util
     import torch.distributed as dist
 
+    from ottava import exchange
+    from ottava.train.listen import serve_store
     from ottava.train.world import Place
 
     context = ray.train.get_context()
-    rank, size = context.get_world_rank(), context.get_world_size()
-    host = ray.util.get_node_ip_address()
-    told: list[Any] = [None]
+    rank, size, local_size = context.get_world_rank(), context.get_world_size(), context.get_local_world_size()
+    told = None
     if rank == 0:
-        _served.append(dist.TCPStore(host, 0, is_master=True, wait_for_workers=False))
-        told = [(host, _served[-1].port)]
-    dist.broadcast_object_list(told, src=0)
+        host = ray.util.get_node_ip_address()
+        _served.append(serve_store(host, local=local_size == size))
+        told = [host, _served[-1].port]
+    host, port = exchange.broadcast(told)
     dist.barrier()
     dist.destroy_process_group()
-    host, port = told[0]
-    return Place(rank, size, context.get_local_rank(), context.get_local_world_size(), host, port)
+    return Place(rank, size, context.get_local_rank(), local_size, host, port)
 
 
 _served: list[Any] = []
