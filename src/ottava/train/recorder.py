@@ -24,6 +24,8 @@ from ottava.train.sinks import Console, TensorBoard, WandB
 from ottava.train.world import World
 
 GIB = 2.0**30
+Report = Callable[[int, StepMetrics | None], None]
+"""Called in every rank after every step, with its number and, in the leading rank, its line."""
 
 
 class _Step(NamedTuple):
@@ -46,8 +48,10 @@ class Recorder:
     >>> recorder.write()
     """
 
-    def __init__(self, config: Config, world: World, model: DistributedModel, done: int) -> None:
-        self.config, self.world, self.model = config, world, model
+    def __init__(
+        self, config: Config, world: World, model: DistributedModel, done: int, report: Report | None = None
+    ) -> None:
+        self.config, self.world, self.model, self._report = config, world, model, report
         self.path = config.run_folder / FILE
         self.bound = _bound(config, world, model)
         self._event: str | None = None
@@ -76,6 +80,8 @@ class Recorder:
         if self._kept is not None:
             kept, self._kept = self._kept, None
             self._write(kept, self.world.max(self._measured(kept)))
+            if self._report is not None:
+                self._report(kept.step, None if self._metrics is None else self._metrics.newest)
 
     def _measured(self, kept: _Step) -> list[float]:
         """What this rank measured: seconds, memory, tensor-parallel communication, seconds by part."""
