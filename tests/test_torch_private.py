@@ -414,6 +414,10 @@ def test_a_slice_of_a_mesh_knows_the_whole() -> None:
         torch.distributed.destroy_process_group()
 
 
+def test_has_multicast_answers_for_a_device() -> None:
+    assert torch_private.has_multicast(0) in ((True, False) if torch.cuda.is_available() else (False,))
+
+
 def test_weak_storage_knows_its_memory_and_takes_no_other_for_it() -> None:
     tensor = torch.randn(4, 6)
     reference = torch_private.weak_storage(tensor)
@@ -469,6 +473,7 @@ def test_every_function_is_tested_here() -> None:
         "persistent_buffers",
         "fsdp1_stretches",
         "root_mesh",
+        "has_multicast",
         "weak_storage",
         "is_storage_of",
     }
