@@ -11,18 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.jobs import (
-    attempts,
-    children,
-    config_file,
-    environment,
-    lines,
-    losses,
-    ottava,
-    reference,
-    shorten,
-    wait_until,
-)
+from launch.jobs import attempts, children, config_file, environment, lines, losses, reference, shorten, wait_until
+from ottava.cli.main import main
 
 FAKE = """#!/bin/bash
 while [[ "$1" == -* ]]; do shift 2; done
