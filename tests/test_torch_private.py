@@ -414,6 +414,10 @@ def test_a_slice_of_a_mesh_knows_the_whole() -> None:
         torch.distributed.destroy_process_group()
 
 
+def test_has_multicast_answers_for_a_device() -> None:
+    assert torch_private.has_multicast(0) in ((True, False) if torch.cuda.is_available() else (False,))
+
+
 def test_torchruns_agent_has_what_ours_overrides():
     """What it does is seen in tests/launch/test_agent.py, with real ranks."""
     from torch.distributed.launcher import api
@@ -483,6 +487,7 @@ def test_every_function_is_tested_here() -> None:
         "persistent_buffers",
         "fsdp1_stretches",
         "root_mesh",
+        "has_multicast",
         "weak_storage",
         "is_storage_of",
     }

@@ -266,6 +266,15 @@ def fsdp1_stretches(unit: Any) -> list[tuple[torch.nn.Module, str, tuple[int, ..
     return found
 
 
+def has_multicast(device: int) -> bool:
+    """Whether the memory of CUDA device `device` can be bound to a multicast address, which one store writes on all GPUs of a node."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    if not torch.cuda.is_available():  # it would ask a driver that is not there
+        return False
+    return _SymmetricMemory.has_multicast_support(torch._C._autograd.DeviceType.CUDA, device)
+
+
 def flight_record() -> str:
     """The collectives that this process has started, as JSON: what torch's flight recorder holds (TORCH_FR_BUFFER_SIZE of them)."""
     record = torch._C._distributed_c10d._dump_fr_trace_json()  # type: ignore[attr-defined]
@@ -301,7 +310,8 @@ def symmetric_memory(count: int, device: torch.device, group: Any) -> tuple[torc
 
 def group_timeout_s(group: Any, device: torch.device) -> float:
     """Seconds after which a collective of the group fails."""
-    backend = (group or torch.distributed.group.WORLD)._get_backend(device)
+    known: Any = group or torch.distributed.group.WORLD
+    backend = known._get_backend(device)
     return backend.options._timeout.total_seconds()
 
 

@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,9 +66,7 @@ def run_rank(
     from ottava.train.watchdog import Watchdog
     from ottava.train.world import World
 
-    if config.train.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS may not be deterministic
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that torch remembers, for the watchdog
+    _prepare(os.environ, config)
     try:
         with (
             Watchdog(config, place.rank, place.size, stop) as watchdog,
@@ -82,6 +80,17 @@ def run_rank(
         return exits.WRONG_USAGE, str(error)
     except Exception:
         return exits.FAILED, traceback.format_exc()
+
+
+def _prepare(environment: MutableMapping[str, str], config: Config) -> None:
+    """What libraries read once, when they start. What somebody has set stays."""
+    from ottava.overlap.connections import ask_for_connections
+
+    if config.train.deterministic:
+        environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS may not be deterministic
+    if config.parallel.tp > 1 and config.parallel.overlap != "none":
+        ask_for_connections(environment)
+    environment.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that torch remembers, for the watchdog
 
 
 def _keep_traceback(config: Config, rank: int) -> None:

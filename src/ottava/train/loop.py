@@ -18,6 +18,7 @@ import torch
 from ottava.distributed.gradients import gradient_sync
 from ottava.distributed.waits import comm_wait_hook
 from ottava.optimizers import FusedAdam
+from ottava.overlap import measuring
 from ottava.train import exits, run_folder
 from ottava.train.clock import Clock, Span
 from ottava.train.config import Config
@@ -173,7 +174,8 @@ class Loop:
         step = self.done
         lr = self.config.optimizer.lr * lr_fraction(self.config.schedule, step, self.config.train.steps)
         set_lr(self.optimizer, lr)
-        with self.fp8.sample_operands(step), comm_wait_hook(lambda: self.clock("communication")):
+        waited = comm_wait_hook(lambda kind: self.clock("communication", kind))
+        with self.fp8.sample_operands(step), waited, measuring(waits=False) as meter:
             found = self._backward(step)
         found.lr = lr
         if found.clipped is None:  # the GPU goes on with this one while the host learns of the one before
@@ -186,6 +188,7 @@ class Loop:
         self.optimizer.zero_grad()
         self.done = step + 1
         found.span = self.clock.stop()
+        found.span.tp_bytes = meter.all_bytes_sent
         found.validation = self._look_at_the_model()
         if found.clipped is not None:
             self._keep(found)

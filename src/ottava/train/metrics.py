@@ -58,6 +58,10 @@ class StepMetrics:
     backward_s: float | None = None
     communication_s: float | None = None
     """... communication that nothing hid, ..."""
+    tp_exposed_s: float | None = None
+    """The part of it that was waited for between tensor-parallel ranks: what their overlap did not hide; None without them."""
+    tp_sent_mb: float | None = None
+    """What a rank sent to them in the step, in units of 1e6 bytes."""
     optimizer_s: float | None = None
     """The norm of gradients, and the update."""
     checkpoint_s: float | None = None
