@@ -47,7 +47,7 @@ def shorten(path: Path, run: Path, more: int = 15) -> int:
 
 
 def ottava(
-    *words: str, env: Mapping[str, str] | None = None, seconds: float = 250.0
+    *words: str, env: Mapping[str, str] | None = None, seconds: float = 900.0
 ) -> subprocess.CompletedProcess[str]:
     """`ottava ...` until it ends."""
     call = [sys.executable, "-m", "ottava", *words]
@@ -78,7 +78,7 @@ def attempts(run: Path) -> set[int]:
     return {line["attempt"] for line in lines(run)}
 
 
-def wait_until(true: Callable[[], Any], what: str, seconds: float = 600.0, otherwise: Callable[[], str] = str) -> None:
+def wait_until(true: Callable[[], Any], what: str, seconds: float = 900.0, otherwise: Callable[[], str] = str) -> None:
     """Looks again and again. otherwise: what to show if it does not come."""
     deadline = time.monotonic() + seconds
     while not true():

@@ -228,7 +228,7 @@ def test_a_sweep_writes_a_configuration_for_each_run(capsys, tmp_path):
     assert done.stdout.split() == [str(folder / "config-2.toml"), str(tmp_path / "run" / "sweep-2")]
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_on_this_machine_it_trains_and_ends_as_the_run_does(tmp_path):
     config = config_file(tmp_path, "run", steps=6)
     done = ottava("launch", str(config), "--per-node", "2", "--submit")

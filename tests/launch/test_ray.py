@@ -175,6 +175,8 @@ def test_all_ranks_report_at_the_same_steps_and_checkpoints_once(tmp_path):
     told: dict[int, list[tuple[dict, dict | None]]] = {0: [], 1: []}
     ranks = [Reports(config, every=4, report=lambda m, p, rank=rank: told[rank].append((m, p))) for rank in (0, 1)]
     for step in range(1, 13):
+        if step == 4:
+            (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)  # not committed
         if step == 6:
             (tmp_path / "checkpoints" / "step-00000005").mkdir(parents=True)
             (tmp_path / "checkpoints" / "step-00000005" / "manifest.json").write_text("{}")
@@ -184,6 +186,7 @@ def test_all_ranks_report_at_the_same_steps_and_checkpoints_once(tmp_path):
         rank.end(0, "")
     assert [m.get("step") for m, _ in told[0]] == [4, 6, 8, 11, 12, 12] and len(told[1]) == len(told[0])
     assert [p and p["step"] for _, p in told[0]] == [None, 5, None, None, None, None]
+    assert told[0][1][1] == {"step": 5, "path": str(tmp_path / "checkpoints" / "step-00000005")}
     assert told[0][-1][0]["exit_code"] == 0 and all(p is None for _, p in told[1])
 
 

@@ -11,18 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.jobs import (
-    attempts,
-    children,
-    config_file,
-    environment,
-    lines,
-    losses,
-    ottava,
-    reference,
-    shorten,
-    wait_until,
-)
+from launch.jobs import attempts, children, config_file, environment, lines, losses, reference, shorten, wait_until
+from ottava.cli.main import main
 
 FAKE = """#!/bin/bash
 while [[ "$1" == -* ]]; do shift 2; done
@@ -62,10 +52,15 @@ def words(config: Path, *more: str) -> list[str]:
     ]
 
 
-def test_nothing_is_started_where_a_machine_does_not_answer(tmp_path, path):
-    done = ottava(*words(config_file(tmp_path, "run"), "--hosts", "localhost,gone-1", "--submit"), env=path)
-    assert done.returncode == 69 and "gone-1" in done.stderr and "No route to host" in done.stderr, done.stderr
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+def test_nothing_is_started_where_a_machine_does_not_answer_or_lacks_something(tmp_path, path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", path["PATH"])
+    config = config_file(tmp_path, "run")
+    assert main(words(config, "--hosts", "localhost,gone-1", "--python", "true", "--submit")) == 69
+    said = capsys.readouterr().err
+    assert "gone-1: No route to host" in said and "Nothing was started" in said
+    assert main(words(config, "--hosts", HOSTS, "--python", "/nowhere/python", "--submit")) == 69
+    assert "/nowhere/python" in capsys.readouterr().err
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"launch"}
 
 
 def start(config: Path, path: dict[str, str], *more: str) -> subprocess.Popen[str]:

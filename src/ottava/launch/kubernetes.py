@@ -29,6 +29,7 @@ GPU = "nvidia.com/gpu"
 IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*")
 QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?")
 LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+CLAIM = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 
 Manifest = dict[str, Any]
 
@@ -48,7 +49,7 @@ class Kubernetes:
         if not IMAGE.fullmatch(self.image):
             raise ValueError(f"--image {self.image!r} is not the name of a container image.")
         claim, folder = self.volume
-        if not LABEL.fullmatch(claim) or not folder.startswith("/"):
+        if not CLAIM.fullmatch(claim) or not folder.startswith("/"):
             raise ValueError(f"--volume {claim}:{folder}: write CLAIM:/FOLDER, a volume claim and where it is mounted.")
         if self.namespace is not None and not LABEL.fullmatch(self.namespace):
             raise ValueError(f"--namespace {self.namespace!r} is not the name of a namespace.")

@@ -147,9 +147,7 @@ class Reports:
     """What Ray is told: every `every` steps, after a checkpoint, and at the end; by all ranks at the same steps, as Ray wants it."""
 
     def __init__(self, config: Config, every: int, report: Callable[..., None] | None = None) -> None:
-        from ottava.checkpoint.storage import storage_at
-
-        self._storage = storage_at(config.run_folder / "checkpoints")
+        self._folder = config.run_folder / "checkpoints"
         self._every, self._saves = max(every, 1), config.checkpoint.every
         self._report = report or _report
         self._told: int | None = None
@@ -167,12 +165,14 @@ class Reports:
         self._send(self._last | {"exit_code": code} | ({"message": text} if text else {}))
 
     def _send(self, metrics: dict[str, Any]) -> None:
-        newest = max((step for step, _ in self._storage.candidates()), default=None) if self._last else None
+        """Rank 0, which has metrics, also says where the newest checkpoint is, once."""
+        from ottava.checkpoint.names import step_of
+
+        committed = self._folder.glob("step-*/manifest.json") if self._last else ()
+        newest, path = max(((step_of(file.parent.name) or 0, file.parent) for file in committed), default=(None, None))
         pointer = None
         if newest is not None and newest != self._told:
-            self._told = newest
-            path = str(dict(self._storage.candidates())[newest])
-            pointer = {"step": newest, "path": path}
+            self._told, pointer = newest, {"step": newest, "path": str(path)}
         self._report(metrics, pointer)
 
 

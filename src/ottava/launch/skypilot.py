@@ -8,7 +8,7 @@ from typing import Any
 
 from ottava.launch import policy
 from ottava.launch.job import Job, check_on
-from ottava.launch.torchrun import PORT, log_options, shell, torchrun
+from ottava.launch.torchrun import log_options, port_of, shell, torchrun
 from ottava.launch.yaml_text import to_yaml
 from ottava.train.arguments import to_toml
 
@@ -54,7 +54,7 @@ class SkyPilot:
 
 
 def _run(job: Job) -> str:
-    address, conf = f"$first:{PORT}", "is_host=$host"
+    address, conf = f"$first:{port_of(job)}", "is_host=$host"
     words = torchrun(
         job,
         "$SKYPILOT_NUM_NODES",

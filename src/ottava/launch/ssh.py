@@ -11,7 +11,7 @@ from pathlib import Path
 from ottava.launch import policy
 from ottava.launch.commands import Refused, call
 from ottava.launch.job import Job
-from ottava.launch.torchrun import PORT, config_files, log_options, shell, torchrun
+from ottava.launch.torchrun import config_files, log_options, port_of, shell, torchrun
 
 HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.@:-]*[A-Za-z0-9_])?")
 OPTIONS = "-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15"
@@ -23,7 +23,6 @@ class Ssh:
     """hosts: as ssh knows them, in order; the others must reach the first by the same name. They see the same files."""
 
     hosts: tuple[str, ...]
-    port: int = PORT
 
     def __post_init__(self) -> None:
         if not self.hosts:
@@ -41,12 +40,13 @@ class Ssh:
         return {"ssh.sh": _script(job, self)} | config_files(job)
 
     def submit(self, job: Job, folder: Path) -> int:
-        """Every machine must answer first; then the script runs here, in the foreground."""
+        """Every machine must answer, see the files and have Ottava first; then the script runs here, in the foreground."""
         missing = "install an ssh client."
+        sees = f"test -r {shlex.quote(str(folder / 'config.toml'))} && {shell([job.python, '-c', 'import ottava.launch.agent'])}"
         silent = []
         for host in self.hosts:
             try:
-                call(["ssh", *OPTIONS.split(), host, "true"], missing, seconds=30.0)
+                call(["ssh", *OPTIONS.split(), host, sees], missing, seconds=300.0)
             except Refused as error:
                 silent.append(str(error))
         if silent:
@@ -57,7 +57,7 @@ class Ssh:
 def _script(job: Job, ssh: Ssh) -> str:
     first = ssh.hosts[0].rpartition("@")[2]
     words = torchrun(
-        job, job.elastic(), f"{first}:{ssh.port}", str(job.folder / "config.toml"), rdzv_id=job.name, rdzv_conf="is_host=HOST",
+        job, job.elastic(), f"{first}:{port_of(job)}", str(job.folder / "config.toml"), rdzv_id=job.name, rdzv_conf="is_host=HOST",
         **log_options(job.config.run_folder),
     )  # fmt: skip
     exports = " ".join(f"{name}={shlex.quote(value)}" for name, value in job.variables.items())

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shlex
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
 from ottava.launch.job import Job
 from ottava.train.arguments import to_toml
 
-PORT = 29400
+FIRST_PORT, PORTS = 29400, 1000
+"""Where nodes that others use too may meet."""
 
 
 def torchrun(job: Job, nnodes: str, endpoint: str, config: str, **more: str) -> list[str]:
@@ -25,6 +27,11 @@ def torchrun(job: Job, nnodes: str, endpoint: str, config: str, **more: str) -> 
     words += [f"--max-restarts={job.restarts}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
     words += [f"--{name.replace('_', '-')}={value}" for name, value in more.items()]
     return [*words, "-m", "ottava", "train", config]
+
+
+def port_of(job: Job) -> int:
+    """One that another run on the same nodes most likely does not have, and this one always."""
+    return FIRST_PORT + zlib.crc32(str(job.config.run_folder).encode()) % PORTS
 
 
 def shell(words: list[str], keep: tuple[str, ...] = ()) -> str:
@@ -56,12 +63,13 @@ class Torchrun:
         """torchrun.sh takes the first node's address: the same command on every node."""
         path = job.folder / "config.toml"
         more = {"rdzv_id": job.name} | log_options(job.config.run_folder)
-        words = torchrun(job, job.elastic(), f"$FIRST_NODE:{PORT}", str(path), **more)
+        endpoint = f"$FIRST_NODE:{port_of(job)}"
+        words = torchrun(job, job.elastic(), endpoint, str(path), **more)
         exports = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in job.variables.items())
         text = f"""#!/bin/bash
 # {job.name}: {job.nodes} nodes x {job.per_node} ranks. On every node: bash torchrun.sh ADDRESS_OF_THE_FIRST_NODE
 FIRST_NODE=${{1:?address of the first node}}
 {exports}
-exec {shell(words, keep=(f"--rdzv-endpoint=$FIRST_NODE:{PORT}",))}
+exec {shell(words, keep=(f"--rdzv-endpoint={endpoint}",))}
 """
         return {"torchrun.sh": text} | config_files(job)
