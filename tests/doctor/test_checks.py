@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ottava.detect.acs import bridges_with_acs
 from ottava.doctor import clock, environment, gpu_state, host, links, nccl_log, network, pcie, places, speed, versions
 from ottava.doctor.finding import Check, Finding, Report, differing
 
@@ -35,7 +36,7 @@ def test_gpu_state(text: str, status: str, said: str) -> None:
 
 
 def test_what_is_not_here_says_so(monkeypatch) -> None:
-    monkeypatch.setattr("ottava.doctor.command.shutil.which", lambda name: None)
+    monkeypatch.setattr("ottava.detect.command.shutil.which", lambda name: None)
     for check in (gpu_state.CHECK, pcie.CHECK):
         (found,) = check.findings([check.measure(None)], ["this machine"])
         assert found.status == "not here" and "is not here" in found.message
@@ -164,7 +165,7 @@ def test_access_control_of_bridges() -> None:
         "00:01.0 PCI bridge: Vendor Device\n\tCapabilities: [100] Access Control Services\n"
         "\t\tACSCtl:\tSrcValid+ TransBlk- ReqRedir+\n0000:17:00.0 3D controller: NVIDIA\n\t\tACSCtl:\tSrcValid- TransBlk-\n"
     )
-    assert pcie.bridges_with_acs(text) == ["00:01.0"]
+    assert bridges_with_acs(text) == ["00:01.0"]
     (found,) = pcie.judge([{"on": ["00:01.0"]}], NAMES[:1])
     assert "rank 0 on a: ACS is on at 00:01.0" in found.message
 

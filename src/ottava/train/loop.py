@@ -147,7 +147,11 @@ class Loop:
         step = self.done
         lr = self.config.optimizer.lr * lr_fraction(self.config.schedule, step, self.config.train.steps)
         set_lr(self.optimizer, lr)
-        with self.fp8.sample_operands(step), comm_wait_hook(lambda: self.clock("communication")):
+        with (
+            self.fp8.sample_operands(step),
+            comm_wait_hook(lambda: self.clock("communication")),
+            self.recorder.watch.look(step),
+        ):
             found = self._backward(step)
         event = None
         verdict = self.health.judge(step + 1, found.loss, found.grad_norm)

@@ -13,6 +13,7 @@ import torch
 
 from ottava.notices import warn_once
 from ottava.train.clock import PARTS, Span
+from ottava.train.communication import CommunicationWatch, Seen
 from ottava.train.config import Config
 from ottava.train.flops import Bound, Peak, device_peak, measure_peak, quantized_precision
 from ottava.train.metrics import FILE, Metrics, Sink, StepMetrics
@@ -23,6 +24,8 @@ from ottava.train.sinks import Console, TensorBoard, WandB
 from ottava.train.world import World
 
 GIB = 2.0**30
+PARTS_AT = 3
+"""Where a rank's seconds by part begin among what it has measured."""
 
 
 class _Step(NamedTuple):
@@ -49,6 +52,7 @@ class Recorder:
         self.config, self.world, self.model = config, world, model
         self.path = config.run_folder / FILE
         self.bound = _bound(config, world, model)
+        self.watch = CommunicationWatch(config, world, model)
         self._event: str | None = None
         self._attempt = 0
         self._kept: _Step | None = None
@@ -73,24 +77,28 @@ class Recorder:
         """The line of the step that is kept, if there is one. Every rank calls it."""
         if self._kept is not None:
             kept, self._kept = self._kept, None
-            self._write(kept, self.world.max(self._measured(kept)))
+            mine = self._measured(kept)
+            slowest = self.world.max(mine)
+            work = sum(mine[PARTS_AT + PARTS.index(part)] for part in ("forward", "backward"))
+            communication = slowest[PARTS_AT + PARTS.index("communication")]
+            self._write(kept, slowest, self.watch.see(kept.step, slowest[0], communication, work))
 
     def _measured(self, kept: _Step) -> list[float]:
         """What this rank measured: seconds, memory, seconds by part."""
         seconds, parts = kept.span.read()
         return [seconds, *memory(self.world.device), *(parts[name] for name in PARTS)]
 
-    def _write(self, kept: _Step, slowest: list[float]) -> None:
+    def _write(self, kept: _Step, slowest: list[float], seen: Seen) -> None:
         if self._metrics is None:
             return
-        seconds, allocated, reserved = slowest[:3]
+        seconds, allocated, reserved = slowest[:PARTS_AT]
         tokens = self.config.train.global_batch * self.config.data.length
         rate = tokens / seconds
         each = rate / self.world.size
-        split: dict[str, float | None] = {f"{name}_s": value for name, value in zip(PARTS, slowest[3:])}
+        split: dict[str, float | None] = {f"{name}_s": value for name, value in zip(PARTS, slowest[PARTS_AT:])}
         if self.config.parallel.strategy in ("ddp", "fsdp1") and self.world.size > 1:
             split["communication_s"] = None  # torch waits where nobody can look
-        event, self._event = "; ".join(filter(None, (self._event, kept.event))) or None, None
+        event, self._event = "; ".join(filter(None, (self._event, kept.event, seen.event))) or None, None
         self._metrics.record(
             StepMetrics(
                 kept.step,
@@ -106,6 +114,9 @@ class Recorder:
                 mfu_basis=self.bound.basis(),
                 peak_allocated_gib=allocated / GIB if self.world.device.type == "cuda" else None,
                 peak_reserved_gib=reserved / GIB,
+                slow_rank=seen.slow_rank,
+                slow_rank_times=seen.slow_rank_times,
+                reduction_error=seen.reduction_error,
                 validation_loss=kept.validation,
                 attempt=self._attempt,
                 event=event,
@@ -131,7 +142,7 @@ class Recorder:
         """Closes files and sinks. A step that is still kept (the run ends with an error) is told as this rank saw it."""
         if self._metrics is not None:
             if self._kept is not None:
-                self._write(self._kept, self._measured(self._kept))
+                self._write(self._kept, self._measured(self._kept), Seen())
             self._metrics.close()
 
 
