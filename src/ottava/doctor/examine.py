@@ -15,7 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ottava.detect.fabric import should_carry
 from ottava.doctor import (
+    cards,
     clock,
     disk,
     environment,
@@ -41,12 +43,14 @@ ALONE: tuple[Check, ...] = (
     disk.CHECK,
     network.CHECK,
     environment.CHECK,
+    cards.CHECK,
     pcie.CHECK,
 )
 """What a rank measures by itself."""
 BUSY = 2.0
 """Processes that wait for a core, besides the ranks: above, nobody can say which rank is slow. GPUs are not shared."""
-SPEED_TURNS, LINK_TURNS = 3, 2
+SPEED_TURNS, LINK_TURNS = 5, 3
+"""Times that what looks slow is measured, before it is called slow."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +204,11 @@ def _in_group(team: Team, device: torch.device, backend: str, timeout: float, tu
         timeout=timedelta(seconds=timeout),
     )
     try:
-        return links.measure(device, team.rank, team.size)
+        facts = links.measure(device, team.rank, team.size)
+        facts["interface"] = network.interface_towards(os.environ.get("MASTER_ADDR", "localhost"))
+        if device.type == "cuda" and "nccl" in backend:
+            facts["should"] = should_carry(range(team.size), team.place.local_size)
+        return facts
     finally:
         dist.destroy_process_group()
 

@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ottava.detect.exposed import SHARE
 from ottava.doctor.run_logs import first_error
+from ottava.train.communication import GATHER_EVERY
 from ottava.train.metrics import FILE, read_metrics
 from ottava.train.run_folder import CONFIG_FILE, SUMMARY_FILE
 from ottava.train.summary import table
@@ -20,8 +22,6 @@ RECENT = 50
 LONG = 10.0
 """Times the usual step: without a step for this long, a run is not running, or stalls."""
 LEAST_PAUSE_S = 60.0
-EXPOSED = 0.2
-"""Of a step: communication above this is worth a word."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ class RunStatus:
     restarts: int = 0
     events: tuple[str, ...] = ()
     """The last few."""
+    stragglers: tuple[str, ...] = ()
+    """Ranks whose own work has taken far longer than the others', most times that it was looked at."""
     stalls: tuple[str, ...] = ()
     """What the watchdog of a rank said, once each."""
     error: str | None = None
@@ -75,11 +77,12 @@ class RunStatus:
             ("checkpoint", f"{self.checkpoint or ''} {_ago(self.checkpoint_age_s)}"),
             ("restarts", str(self.restarts) if self.restarts else ""),
             *(("event", event) for event in self.events),
+            *(("straggler", straggler) for straggler in self.stragglers),
             *(("stall", stall) for stall in self.stalls),
             ("error", self.error or ""),
         ]  # fmt: skip
         lines = [table([row for row in rows if row[1].strip()])]
-        if self.communication is not None and self.communication > EXPOSED:
+        if self.communication is not None and self.communication > SHARE:
             lines.append(
                 f"{self.communication:.0%} of a step is communication that nothing hides: if `ottava doctor` finds the links sound, take "
                 "shards inside the NVLink domain, more tokens a rank, or parallel.prefetch 2 (`ottava plan` compares)."
@@ -126,7 +129,22 @@ def run_status(folder: Path, now: float | None = None) -> RunStatus:
         eta_s=(steps - last["step"]) * usual if steps and usual and running and not ended else None,
         restarts=last.get("attempt", 0),
         events=tuple(events[-3:]),
+        stragglers=_stragglers(recent),
         **common,
+    )
+
+
+def _stragglers(lines: list[dict[str, Any]]) -> tuple[str, ...]:
+    """Told by name if they were slow in most of the looks that the last steps had, and in two at least."""
+    looks = sum(line["step"] % GATHER_EVERY == 0 for line in lines)
+    slow: dict[int, list[float]] = {}
+    for line in lines:
+        if line.get("slow_rank") is not None:
+            slow.setdefault(line["slow_rank"], []).append(line["slow_rank_times"])
+    return tuple(
+        f"rank {rank}: {statistics.median(times):.2g} times the others' work"
+        for rank, times in sorted(slow.items())
+        if len(times) >= max(looks / 2, 2)
     )
 
 

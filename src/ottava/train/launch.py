@@ -59,6 +59,7 @@ def run_rank(config: Config, place: Any, stop: RankSignals | None = None) -> tup
     """One rank from beginning to end: (exit code, what is to be said about a failure). stop: what handles signals already."""
     from ottava.checkpoint import NoUsableCheckpoint
     from ottava.train.loop import train
+    from ottava.train.rank_log import RankLog
     from ottava.train.watchdog import Watchdog
     from ottava.train.world import World
 
@@ -67,6 +68,7 @@ def run_rank(config: Config, place: Any, stop: RankSignals | None = None) -> tup
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that torch remembers, for the watchdog
     try:
         with (
+            RankLog(config.run_folder, place),
             Watchdog(config, place.rank, place.size, stop) as watchdog,
             World(place, 4 * config.health.watchdog_s or 1800.0, watchdog.connect) as world,
         ):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ottava.notices import warn_once
+from ottava.train import rank_log
 from ottava.train.clock import PARTS, Span
 from ottava.train.communication import CommunicationWatch, Seen
 from ottava.train.config import Config
@@ -52,6 +53,7 @@ class Recorder:
         self.config, self.world, self.model = config, world, model
         self.path = config.run_folder / FILE
         self.bound = _bound(config, world, model)
+        rank_log.begin()
         self.watch = CommunicationWatch(config, world, model)
         self._event: str | None = None
         self._attempt = 0
