@@ -186,6 +186,7 @@ def test_stalls_and_kept_errors_are_shown(tmp_path) -> None:
         )
     write(folder / "error-rank-3.txt", "Traceback (most recent call last):\n  z\nValueError: wrong\n", NOW)
     found = run_status(folder, NOW)
+    assert found.state == "failed" and found.eta_s is None
     assert found.stalls == ("no step for 60 s. Rank 1 is behind: step 7, data.",)
     assert found.error == "rank 3: ValueError: wrong"
 

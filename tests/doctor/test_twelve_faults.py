@@ -17,8 +17,10 @@ from typing import Any
 
 import pytest
 
+from doctor import faulty_ranks as faulty
 from doctor.test_checks import SOCKETS
 from doctor.test_faults import problems, said
+from ottava.doctor import Options
 
 pytestmark = [pytest.mark.extra, pytest.mark.timeout(900)]
 
@@ -234,13 +236,11 @@ def test_12_nccl_on_sockets(ranks: Started, tmp_path: Path) -> None:
     assert problems(report) == [("NCCL", [7, 8])] and "rank 7 to rank 8 (log of node-0)" in said(report, "NCCL")
 
 
+@pytest.mark.timeout(3000)
 def test_sound_ranks_are_sound_twenty_times(tmp_path: Path) -> None:
+    """Also on a machine that has other work."""
     alarms = []
     for turn in range(20):
-        started = Started(tmp_path, size=2 + turn % 2)
-        try:
-            report = started.report()
-        finally:
-            started.end()
+        report = faulty.reports(2 + turn % 2, {}, Options(run=str(tmp_path), timeout=60.0))[0]
         alarms += [(turn, f["check"], f["message"]) for f in report["findings"] if f["status"] == "problem"]
     assert alarms == []

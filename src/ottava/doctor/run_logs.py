@@ -24,6 +24,8 @@ _ERROR = re.compile(
     r"^(?:\[[^\]]*\]:?\s*)?(?:[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|NonFinite)\b.*|Traceback \(most recent call last\):)$"
 )
 _LAST = re.compile(r"^(?:\[[^\]]*\]:?\s*)?[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|NonFinite)\b.*$")
+COPY_S = 1.0
+"""Seconds by which other files count as later: what torchrun keeps of a rank repeats the rank's own log, and files have coarse times."""
 CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "DistNetworkError", "ChildFailedError",
                 "Socket Timeout", "Broken pipe")  # fmt: skip
 """Words of errors that follow from another rank's end."""
@@ -145,10 +147,10 @@ def errors(folder: Path) -> list[RankError]:
     """The first error of each file of the newest start, oldest first; those that follow from another rank's end last."""
     logs = find_logs(folder)
     sections = [section for log in logs if log.path.parent == folder / "logs" and (section := last_section(log))]
+    own = {section.log.path for section in sections}
     newest = max(sections, key=lambda s: s.who["time"], default=None)
     if newest is not None:  # ranks that this start does not have are of an earlier, larger one
         sections = [section for section in sections if section.log.rank < newest.who["size"]]
-    own = {section.log.path for section in sections}
     since = {section.log.rank: section.who["time"] for section in sections}
     found = [RankError(s.log, s.error[1], s.error[0]) for s in sections if s.error is not None]
     attempt = max((log.attempt for log in logs), default=0)
@@ -160,10 +162,9 @@ def errors(folder: Path) -> list[RankError]:
         lines = log.text.splitlines()
         start = next((n for n, line in enumerate(lines) if _ERROR.match(line)), None)
         if start is not None:
-            found.append(RankError(log, tuple(lines[start : start + TAIL]), when))
+            found.append(RankError(log, tuple(lines[start : start + TAIL]), when + COPY_S))
     if found and all(error.is_consequence for error in found):
         found += [_gone(section) for section in sections if not section.ended]
-    # What torchrun keeps of a rank repeats its own log, and comes later.
     return sorted(found, key=lambda error: (error.is_consequence, error.time))
 
 

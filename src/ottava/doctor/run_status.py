@@ -30,7 +30,8 @@ class RunStatus:
 
     run: str
     state: str
-    """What summary.json says of a run that has ended; else "running", "silent" or "starting"."""
+    """What summary.json says of a run that has ended; else "running", "failed" (an error came after the last step), "silent" or
+    "starting"."""
     step: int = 0
     steps: int | None = None
     tokens: int | None = None
@@ -115,8 +116,10 @@ def run_status(folder: Path, now: float | None = None) -> RunStatus:
     running = silent < max(LONG * (usual or 0.0), LEAST_PAUSE_S)
     waits = _median(recent, "communication_s")
     events = [f"step {line['step']}: {line['event']}" for line in lines if line.get("event")]
+    failed = found is not None and found.time >= now - silent  # since the last step
+    quiet = "failed" if failed else f"silent for {spelled(silent)}: killed, or it stands still"
     return RunStatus(
-        state=ended or ("running" if running else f"silent for {spelled(silent)}: killed, or it stands still"),
+        state=ended or ("running" if running and not failed else quiet),
         step=last["step"],
         tokens=last.get("tokens"),
         loss=next((line["loss"] for line in reversed(lines) if line.get("loss") is not None), None),
@@ -126,7 +129,7 @@ def run_status(folder: Path, now: float | None = None) -> RunStatus:
         communication=waits / usual if waits is not None and usual else None,
         reserved_gib=last.get("peak_reserved_gib"),
         silent_s=None if ended else silent,
-        eta_s=(steps - last["step"]) * usual if steps and usual and running and not ended else None,
+        eta_s=(steps - last["step"]) * usual if steps and usual and running and not (ended or failed) else None,
         restarts=last.get("attempt", 0),
         events=tuple(events[-3:]),
         stragglers=_stragglers(recent),
