@@ -201,3 +201,19 @@ def test_no_run_is_exit_2(tmp_path, capsys) -> None:
 
 def test_times_are_spelled() -> None:
     assert [spelled(s) for s in (0.4, 59, 60, 3700, 90000)] == ["0 s", "59 s", "1 min", "1 h 1 min", "1 d 1 h"]
+
+
+def test_every_runbook_begins_with_a_command() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "runbooks.md").read_text()
+    titles = [
+        "MFU has dropped",
+        "Nothing moves",
+        "Out of memory",
+        "NCCL talks over sockets",
+        "One machine is slow",
+        "The loss is not a number",
+    ]
+    sections = {part.partition("\n")[0]: part.partition("\n")[2].strip() for part in text.split("\n## ")[1:]}
+    assert list(sections) == titles
+    for section in sections.values():
+        assert section.startswith("```bash\n") and "ottava" in section.splitlines()[1]
