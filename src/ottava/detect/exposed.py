@@ -128,7 +128,7 @@ def changes(
         found.append("unset CUDA_DEVICE_MAX_CONNECTIONS=1, with which gathers queue behind products")
     if setup.tp > 1 and setup.overlap == "none":
         spread = "" if setup.sequence_parallel else " with parallel.sequence_parallel = true"
-        found.append(f'parallel.overlap = "bulk"{spread}, so that tensor parallelism communicates under products')
+        found.append(f'parallel.overlap = "auto"{spread}, so that tensor parallelism communicates under products')
     if sharded and setup.beyond_island:
         found.append("HSDP, with parallel.dp_shard inside the NVLink domain and parallel.dp_replicate between")
     if setup.strategy == "fsdp2" and sharded and setup.prefetch < 2 and setup.device != "cpu":

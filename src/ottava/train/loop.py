@@ -19,7 +19,7 @@ from ottava.distributed.gradients import gradient_sync
 from ottava.distributed.waits import comm_wait_hook
 from ottava.optimizers import FusedAdam
 from ottava.train import exits, run_folder
-from ottava.train.clock import Clock
+from ottava.train.clock import Clock, Span
 from ottava.train.config import Config
 from ottava.train.console import say
 from ottava.train.data import IGNORED, Batch, Data, Prefetch
@@ -67,14 +67,33 @@ def train(config: Config, world: World, stop: RankSignals | None = None, watchdo
 
 @dataclass
 class Step:
-    """What came out of a step's backward pass, over all ranks."""
+    """A step that was launched. On a GPU it may still be under way; what is not known yet is waited for when it is asked."""
 
-    loss: float
-    grad_norm: float
-    stop: bool
+    number: int
+    """From 1."""
+    numbers: Numbers
+    """The sum of this rank's losses, and the norm of the gradients."""
+    known: tuple[float, float] | None = None
+    """(mean loss over all ranks, norm), where the ranks have agreed on them already."""
+    tokens: float = 1.0
+    """What the sum is divided by for the mean."""
+    clipped: dict[str, Any] | None = None
+    """What `optimizer.step` is told. None: the step was made, if loss and norm are finite."""
+    stop: bool = False
     """Whether any rank was asked to stop."""
-    clipped: dict[str, Any] | None
-    """What `optimizer.step` is told of it. None: the step was made, if loss and norm are finite."""
+    lr: float = 0.0
+    span: Span | None = None
+    validation: float | None = None
+
+    @property
+    def loss(self) -> float:
+        """The mean over the tokens of the global batch."""
+        return self.known[0] if self.known else self.numbers.read()[0] / self.tokens
+
+    @property
+    def grad_norm(self) -> float:
+        """Over all ranks, before it was clipped."""
+        return self.known[1] if self.known else self.numbers.read()[1]
 
 
 class Loop:
@@ -117,6 +136,7 @@ class Loop:
         resources.callback(self.recorder.close)
         self.saves = Saves(config.checkpoint, self.state, self.recorder)
         self._back_at: int | None = None  # the step that the run was last rolled back to
+        self._ahead: Step | None = None  # launched, and not judged yet: see `_steps_ahead`
         self.batches = self._prefetch()
         resources.callback(lambda: self.batches.close())
         self.sample: str | None = None
@@ -128,14 +148,13 @@ class Loop:
         config = self.config.train
         if self.world.sum([float(self.stop.requested)])[0]:
             return exits.STOPPED  # before the first step: there is nothing to save
-        while self.done < config.steps:
+        while self.done < config.steps or not self._settle():
             self.clock.restart()
-            if self.saves.due(self.done) and self.health.trusted and not self._save():
+            if self.saves.due(self.done) and (not self._settle() or (self.health.trusted and not self._save())):
                 continue  # rolled back
             found = self._step()
-            if found is None:
-                continue  # rolled back
-            if found.stop:
+            if found is not None and found.stop:
+                self._settle()
                 self._save_and_stop()
                 return exits.STOPPED
         self._begin_save()
@@ -153,37 +172,67 @@ class Loop:
             self.recorder.watch.look(step),
         ):
             found = self._backward(step)
-        event = None
-        verdict = self.health.judge(step + 1, found.loss, found.grad_norm)
-        if verdict == "roll back":
-            self._roll_back(step + 1)
-            return None
-        if verdict == "fine":
-            if found.clipped is not None:
-                with self.clock("optimizer"):
-                    self.watchdog.beat(step, "optimizer")
-                    self.optimizer.step(**found.clipped)
-            if self.health.spike(found.loss):
-                event = "loss spike"
+        found.lr = lr
+        if found.clipped is None:  # the GPU goes on with this one while the host learns of the one before
+            fine = self._settle()
+            self._ahead = found if fine else None
         else:
-            event = "skipped: non-finite loss" if not math.isfinite(found.loss) else "skipped: non-finite gradient"
+            fine = self._judge(found)
+        if not fine:
+            return None
         self.optimizer.zero_grad()
         self.done = step + 1
-        span = self.clock.stop()
-        validation = self._look_at_the_model()
-        self.recorder.keep(self.done, found.loss, found.grad_norm, lr, span, validation, event)
+        found.span = self.clock.stop()
+        found.validation = self._look_at_the_model()
+        if found.clipped is not None:
+            self._keep(found)
         return found
 
+    def _settle(self) -> bool:
+        """Judges the step that was launched and not waited for, if there is one. False: the run went back to a checkpoint."""
+        found, self._ahead = self._ahead, None
+        if found is None:
+            return True
+        fine = self._judge(found)
+        if fine:
+            self._keep(found)
+        return fine
+
+    def _judge(self, found: Step) -> bool:
+        """Updates the weights by a finite step, if that was not done on the device. False: the run went back to a checkpoint."""
+        verdict = self.health.judge(found.number, found.loss, found.grad_norm)
+        if verdict == "roll back":
+            self._roll_back(found.number)
+            return False
+        if verdict == "fine" and found.clipped is not None:
+            with self.clock("optimizer"):
+                self.watchdog.beat(found.number - 1, "optimizer")
+                self.optimizer.step(**found.clipped)
+        return True
+
+    def _keep(self, found: Step) -> None:
+        """For its line of metrics."""
+        loss, grad_norm, event = found.loss, found.grad_norm, None
+        if not math.isfinite(loss):
+            event = "skipped: non-finite loss"
+        elif not math.isfinite(grad_norm):
+            event = "skipped: non-finite gradient"
+        elif self.health.spike(loss):
+            event = "loss spike"
+        assert found.span is not None
+        self.recorder.keep(found.number, loss, grad_norm, found.lr, found.span, found.validation, event)
+
     def _backward(self, step: int) -> Step:
-        """Gradients of the global batch of `step`, clipped, or to be clipped by the optimizer."""
+        """Gradients of the global batch of `step`, clipped, or to be clipped by the optimizer; or the whole step: `_steps_ahead`."""
         config, model, device = self.config.train, self.model, self.world.device
         self.watchdog.beat(step, "data")
         with self.clock("data"):
-            batch = next(self.batches).to(device)
+            batch = next(self.batches)
+            # Data-parallel ranks average gradients; the mean wanted is that over the tokens of the global batch.
+            tokens = self._count(batch)
+            batch = batch.to(device)
         model.seed_step(step)
         parts = batch.split(config.micro_batch)
-        # Data-parallel ranks average gradients; the mean wanted is that over the tokens of the global batch.
-        tokens = self._count(batch)
         weight = model.meshes.dp_size / tokens
         total = torch.zeros((), dtype=torch.float64, device=device)
         if self.graphs is not None:
@@ -192,23 +241,30 @@ class Loop:
             first = None if len(parts) == 1 or config.compile else i == 0
             with gradient_sync(model.module, i == len(parts) - 1, model.keep_gathered):
                 total += self._microbatch(step, part, weight, first)
-        self.recorder.write()  # the step before; a GPU has its hands full now
+        self.recorder.write()  # a step before; a GPU has its hands full now
         with self.clock("optimizer"):
             norm, clipped = clip_gradients(model.module, self.optimizer, self.config.optimizer.clip)
-            numbers, options = Numbers(total, norm), None if self._steps_ahead else clipped
-            if options is None:
+            found = Step(step + 1, Numbers(total, norm), tokens=tokens)
+            if self._steps_ahead:
                 make_step: Any = self.optimizer.step
                 finite = torch.isfinite(norm) & torch.isfinite(total)
                 make_step(grad_scale=torch.where(finite, clipped["grad_scale"], math.nan))
         self.watchdog.beat(step, "agreement")
-        loss, grad_norm = numbers.read()
+        self.batches.take_early()  # the thread that makes batches works while this one waits
+        if self._steps_ahead:
+            found.stop = self.stop.requested
+            return found
+        loss, grad_norm = found.numbers.read()
         loss_sum, stops = self.world.sum([loss, float(self.stop.requested)])
         replicas = self.world.size / model.meshes.dp_size  # tp ranks have the same tokens, each a loss of them
-        return Step(loss_sum / replicas / tokens, grad_norm, stops > 0, options)
+        found.known = loss_sum / replicas / tokens, grad_norm
+        found.clipped, found.stop = clipped, stops > 0
+        return found
 
     @property
     def _steps_ahead(self) -> bool:
-        """Whether the optimizer steps before the host knows that it may: the device knows. Ranks would have to agree first."""
+        """Whether the optimizer steps before the host knows that it may: the device knows. The host then looks at a step when the next
+        one is launched, so that a GPU never waits for it; ranks would have to agree first."""
         return self.world.size == 1 and isinstance(self.optimizer, FusedAdam)
 
     def _microbatch(self, step: int, part: Batch, weight: float, first: bool | None) -> torch.Tensor:
@@ -310,7 +366,7 @@ class Loop:
     def _roll_back(self, failed: int) -> None:
         """To the last checkpoint; the steps after it are done again, on the same data."""
         self.batches.close()
-        loaded = None
+        self._ahead, loaded = None, None
         if (
             self.health.rollbacks and self._back_at is not None
         ):  # twice from the same place: what lies there is not good
