@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from distributed.ranks import Ranks
 from ottava.detect.fabric import gather_rate
 from ottava.detect.reduction import LARGE, ReductionProbe
 from ottava.train import loop
+from ottava.train.communication import LOOKS, CommunicationWatch
 from train import runs
 
 pytestmark = pytest.mark.slow
@@ -94,3 +96,33 @@ def test_a_slow_rank_holds_the_others_up(ranks: Ranks, tmp_path: Path) -> None:
     assert [line.get("slow_rank") for line in lines if line["step"] in (10, 20)] == [1, 1]
     told = [line["event"] for line in lines if "nothing hides" in line.get("event", "")]
     assert len(told) == 1 and "the others wait for rank 1, whose own work takes" in told[0], lines
+
+
+class FakeWorld:
+    """Two ranks of which this is one; `work` is what both have computed."""
+
+    size, rank, leads, device = 2, 0, True, torch.device("cpu")
+
+    def __init__(self, *work: list[float]) -> None:
+        self.work = list(work)
+
+    def gather(self, value: float) -> list[float]:
+        return self.work.pop(0)
+
+
+@pytest.mark.parametrize(
+    "work, named",
+    [
+        ([[1.0, 4.0]] * 3, (1, 4.0)),
+        ([[1.0, 4.0], [4.0, 1.0], [1.0, 4.0]], None),  # now one, now the other: that is other work on the machine
+        ([[1.0, 1.0], [1.0, 4.0], [1.0, 4.0]], None),
+        ([[1.0, 1.0]] * 3, None),
+    ],
+)
+def test_a_rank_is_the_reason_only_if_it_is_slow_every_time(work: list[list[float]], named: Any) -> None:
+    watch = object.__new__(CommunicationWatch)
+    watch.world, watch.measured, watch._work, watch._steps = FakeWorld(*work), True, 0.0, 0  # type: ignore[assignment]
+    watch._looks = deque(maxlen=LOOKS)
+    for step in range(1, 24):
+        watch._slow_rank(step, 1.0)
+    assert watch._straggler() == named

@@ -6,6 +6,7 @@ summed in bfloat16: how far the sums are off. What is wrong is said once.
 
 from __future__ import annotations
 
+from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,8 @@ from ottava.train.model import DistributedModel
 from ottava.train.world import World
 
 GATHER_EVERY = 10
+LOOKS = 3
+"""In which a rank must be the slow one before it is named as the reason: 20 steps and some."""
 SUM_EVERY = 100
 FIRST_SUM = 5
 """Step of the first look at sums: gradients of the first steps are unlike all others."""
@@ -54,7 +57,8 @@ class CommunicationWatch:
         """DDP and FSDP1 wait inside torch, where nobody can look."""
         self.probe = ReductionProbe.of(model.module) if world.size > 1 else None
         self._looked: int | None = None  # the step whose sums were looked at, and not told yet
-        self._work, self._steps = 0.0, 0  # of this rank since the last gather
+        self._work, self._steps = 0.0, 0  # of this rank since the last look
+        self._looks: deque[tuple[int, float] | None] = deque(maxlen=LOOKS)
 
     def look(self, step: int) -> AbstractContextManager[Any]:
         """Goes around the backward pass of `step`, from 0."""
@@ -69,7 +73,7 @@ class CommunicationWatch:
         error = self._error(step, found)
         slow = self._slow_rank(step, work_s)
         if self.measured and (share := self.exposed.see(step_s, communication_s)) is not None:
-            found.append(explain(share, step_s, self._setup(), self._fabric(), self._straggler(slow)))
+            found.append(explain(share, step_s, self._setup(), self._fabric(), self._straggler()))
         if self.world.leads:
             for finding in found:
                 warn_once(f"ottava train: step {step}: {finding.message}")
@@ -93,15 +97,20 @@ class CommunicationWatch:
         self._work, self._steps = self._work + work_s, self._steps + 1
         if not self.measured or step % GATHER_EVERY:
             return None
+        return self._look_for_slow_rank()
+
+    def _look_for_slow_rank(self) -> tuple[int, float] | None:
         everyone = self.world.gather(self._work / self._steps)
         self._work, self._steps = 0.0, 0
-        return slow_rank(everyone, self.world.device.type)
+        self._looks.append(slow_rank(everyone, self.world.device.type))
+        return self._looks[-1]
 
-    def _straggler(self, slow: tuple[int, float] | None) -> tuple[int, float] | None:
-        """What the last steps say: all ranks tell now, unless they just did."""
-        if slow is not None or self._steps == 0:
-            return slow
-        return slow_rank(self.world.gather(self._work / self._steps), self.world.device.type)
+    def _straggler(self) -> tuple[int, float] | None:
+        """The rank that was slow in each of the last looks, the last of which is now: once, anybody's other work may be the reason."""
+        if self._steps:
+            self._look_for_slow_rank()
+        ranks = {look and look[0] for look in self._looks}
+        return self._looks[-1] if len(self._looks) == LOOKS and len(ranks) == 1 else None
 
     def _fabric(self) -> Fabric:
         meshes, device = self.model.meshes, self.world.device
