@@ -457,6 +457,23 @@ def test_a_slice_of_a_mesh_knows_the_whole() -> None:
         torch.distributed.destroy_process_group()
 
 
+def test_has_multicast_answers_for_a_device() -> None:
+    assert torch_private.has_multicast(0) in ((True, False) if torch.cuda.is_available() else (False,))
+
+
+def test_torchruns_agent_has_what_ours_overrides():
+    """What it does is seen in tests/launch/test_agent.py, with real ranks."""
+    from torch.distributed.launcher import api
+
+    usual = api.LocalElasticAgent
+    assert inspect.signature(usual._monitor_workers).parameters.keys() == {"self", "worker_group"}
+    assert list(inspect.signature(usual._shutdown).parameters)[:2] == ["self", "death_sig"]
+    assert "_remaining_restarts" in inspect.getsource(usual.__mro__[1])
+    with torch_private.elastic_agent(lambda codes: False, grace_s=1.0):
+        assert issubclass(api.LocalElasticAgent, usual) and api.LocalElasticAgent is not usual
+    assert api.LocalElasticAgent is usual
+
+
 def test_weak_storage_knows_its_memory_and_takes_no_other_for_it() -> None:
     tensor = torch.randn(4, 6)
     reference = torch_private.weak_storage(tensor)
@@ -492,6 +509,7 @@ def test_every_function_is_tested_here() -> None:
         "fake_store",
         "peak_memory",
         "flight_record",
+        "elastic_agent",
         "inside_backward",
         "backward_id",
         "at_end_of_backward",
@@ -515,6 +533,7 @@ def test_every_function_is_tested_here() -> None:
         "persistent_buffers",
         "fsdp1_stretches",
         "root_mesh",
+        "has_multicast",
         "weak_storage",
         "is_storage_of",
     }

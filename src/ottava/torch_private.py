@@ -9,6 +9,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -337,6 +338,15 @@ def fsdp1_stretches(unit: Any) -> list[tuple[torch.nn.Module, str, tuple[int, ..
     return found
 
 
+def has_multicast(device: int) -> bool:
+    """Whether the memory of CUDA device `device` can be bound to a multicast address, which one store writes on all GPUs of a node."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    if not torch.cuda.is_available():  # it would ask a driver that is not there
+        return False
+    return _SymmetricMemory.has_multicast_support(torch._C._autograd.DeviceType.CUDA, device)
+
+
 def flight_record() -> str:
     """The collectives that this process has started, as JSON: what torch's flight recorder holds (TORCH_FR_BUFFER_SIZE of them)."""
     record = torch._C._distributed_c10d._dump_fr_trace_json()  # type: ignore[attr-defined]
@@ -372,7 +382,8 @@ def symmetric_memory(count: int, device: torch.device, group: Any) -> tuple[torc
 
 def group_timeout_s(group: Any, device: torch.device) -> float:
     """Seconds after which a collective of the group fails."""
-    backend = (group or torch.distributed.group.WORLD)._get_backend(device)
+    known: Any = group or torch.distributed.group.WORLD
+    backend = known._get_backend(device)
     return backend.options._timeout.total_seconds()
 
 
@@ -408,3 +419,47 @@ def peak_memory(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: 
         step()
     snapshot = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
     return {str(getattr(kind, "value", kind)): int(size) for kind, size in snapshot.items()}
+
+
+@contextmanager
+def elastic_agent(is_final: Callable[[list[int]], bool], grace_s: float) -> Iterator[list[int]]:
+    """Inside, `torch.distributed.run.run` does not start ranks again whose exit codes (128 + n for signal n) are final, and gives
+    ranks `grace_s` seconds after a signal. Yields a list that will have the return codes of ranks that ended after one.
+    Folders of logs have a file `rank`.
+    """
+    import signal
+
+    from torch.distributed.launcher import api
+
+    ended: list[int] = []
+    usual = api.LocalElasticAgent
+
+    class Agent(usual):  # type: ignore[misc, valid-type]
+        def _start_workers(self, worker_group: Any) -> Any:
+            started = super()._start_workers(worker_group)
+            for worker in worker_group.workers:  # folders of logs have the rank on this node as their name
+                if path := self._pcontext.stdouts.get(worker.local_rank):
+                    Path(path).with_name("rank").write_text(str(worker.global_rank))
+            return started
+
+        def _monitor_workers(self, worker_group: Any) -> Any:
+            result = super()._monitor_workers(worker_group)
+            codes = [failure.exitcode for failure in result.failures.values()]
+            if is_final([128 - code if code < 0 else code for code in codes]):
+                self._remaining_restarts = 0
+            return result
+
+        def _shutdown(self, death_sig: Any = None, timeout: float = 30) -> None:
+            if death_sig is not None and self._pcontext is not None:  # the agent was signalled: ranks save now
+                for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+                    signal.signal(number, signal.SIG_IGN)  # a second one would cut that short
+                self._pcontext.close(death_sig, round(grace_s))
+                handlers = getattr(self._pcontext, "subprocess_handlers", {})
+                ended.extend(code for h in handlers.values() if (code := h.proc.poll()) is not None)
+            super()._shutdown()
+
+    api.LocalElasticAgent = Agent  # type: ignore[misc]
+    try:
+        yield ended
+    finally:
+        api.LocalElasticAgent = usual  # type: ignore[misc]

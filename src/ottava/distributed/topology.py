@@ -10,9 +10,11 @@ The detectors of `ottava.detect` judge; here they are asked about a plan. `detec
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from ottava.detect.finding import Finding, enforce
@@ -21,6 +23,7 @@ from ottava.detect.reduction import reduced_in
 from ottava.detect.shards import beyond_island
 from ottava.detect.wrapping import check_wrapping
 from ottava.distributed.plan import ParallelPlan
+from ottava.overlap.connections import connections_advice
 
 __all__ = ["Finding", "Launch", "Machine", "check_model", "check_topology", "enforce"]
 
@@ -48,7 +51,7 @@ def check_topology(plan: ParallelPlan, config: Any = None, machine: Machine | No
     except ValueError as error:
         return [Finding("error", str(error)), *_sizes(plan, config)]
     places = _tp_island(plan, machine) or _weight_island(plan, machine)  # the second's advice needs a tp that fits
-    return [*places, *_gradients(plan), *_overlap(plan), *_sizes(plan, config)]
+    return [*places, *_gradients(plan), *_overlap(plan), *_connections(plan), *_sizes(plan, config)]
 
 
 def check_model(model: nn.Module) -> list[Finding]:
@@ -101,6 +104,14 @@ def _gradients(plan: ParallelPlan) -> list[Finding]:
             )
         ]
     return reduced_in(plan.reduce_dtype, ranks)
+
+
+def _connections(plan: ParallelPlan) -> list[Finding]:
+    """Streams that share a hardware queue wait for each other."""
+    if plan.overlap == "none" or plan.tp == 1 or not torch.cuda.is_available():
+        return []
+    advice = connections_advice(os.environ, sharded=plan.strategy == "fsdp2" and plan.dp_shard > 1)
+    return [] if advice is None else [Finding("warning", advice)]
 
 
 def _overlap(plan: ParallelPlan) -> list[Finding]:

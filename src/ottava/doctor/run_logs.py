@@ -3,7 +3,8 @@
 When one rank fails the others fail too, later and louder: their collectives time out. So what counts is who was first. Files:
     logs/rank-N.log              what every rank of `ottava train` writes itself (train/rank_log.py); the last section is this start's
     logs/**/LOCAL/stderr.log     what `torchrun --log-dir RUN/logs --redirects 3` keeps: logs/ID/attempt_A/LOCAL_RANK/stdout.log. On
-                                 several machines LOCAL says little; the rank's own log knows which rank it was
+                                 several machines LOCAL says little; the rank's own log knows which rank it was (or a file
+                                 `rank` beside, where `ottava launch` has started it)
     error-rank-N.txt             of a start that was refused
     stalls/rank-N.txt            what a watchdog wrote
 """
@@ -117,7 +118,7 @@ def find_logs(folder: Path, rank: int | None = None) -> list[RankLog]:
         *(folder / "logs").rglob("*.log"),
     ]:
         named = re.fullmatch(r"(?:error-)?rank-(\d+)", path.stem)
-        number = named[1] if named else known.get(path.parent.parts[-3:], path.parent.name)
+        number = named[1] if named else known.get(path.parent.parts[-3:], _rank_of_folder(path.parent))
         if not number.isdigit() or not path.is_file():
             continue
         attempt = re.search(r"attempt_(\d+)", str(path.parent))
@@ -141,6 +142,13 @@ def _decoded(text: str) -> dict[str, Any]:
         return json.loads(text)
     except ValueError:
         return {}
+
+
+def _rank_of_folder(folder: Path) -> str:
+    try:
+        return (folder / "rank").read_text(encoding="utf-8").strip()
+    except OSError:
+        return folder.name
 
 
 def errors(folder: Path) -> list[RankError]:

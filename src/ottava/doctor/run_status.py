@@ -11,10 +11,10 @@ from typing import Any
 from ottava.detect.exposed import SHARE
 from ottava.doctor.run_logs import first_error
 from ottava.train.communication import GATHER_EVERY
-from ottava.train.files import read_json, read_toml
 from ottava.train.metrics import FILE, read_metrics
 from ottava.train.run_folder import CONFIG_FILE, SUMMARY_FILE
 from ottava.train.summary import table
+from ottava.untrusted.files import read_json, read_toml
 
 RECENT = 50
 """Steps over which rates are taken."""

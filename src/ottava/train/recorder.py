@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ottava.notices import warn_once
+from ottava.overlap.waits import TENSOR
 from ottava.train import rank_log
 from ottava.train.clock import PARTS, Span
 from ottava.train.communication import CommunicationWatch, Seen
@@ -25,8 +26,10 @@ from ottava.train.sinks import Console, TensorBoard, WandB
 from ottava.train.world import World
 
 GIB = 2.0**30
-PARTS_AT = 3
+PARTS_AT = 5
 """Where a rank's seconds by part begin among what it has measured."""
+Report = Callable[[int, StepMetrics | None], None]
+"""Called in every rank after every step, with its number and, in the leading rank, its line."""
 
 
 class _Step(NamedTuple):
@@ -49,8 +52,10 @@ class Recorder:
     >>> recorder.write()
     """
 
-    def __init__(self, config: Config, world: World, model: DistributedModel, done: int) -> None:
-        self.config, self.world, self.model = config, world, model
+    def __init__(
+        self, config: Config, world: World, model: DistributedModel, done: int, report: Report | None = None
+    ) -> None:
+        self.config, self.world, self.model, self._report = config, world, model, report
         self.path = config.run_folder / FILE
         self.bound = _bound(config, world, model)
         rank_log.begin()
@@ -85,16 +90,20 @@ class Recorder:
             work = sum(mine[PARTS_AT + PARTS.index(part)] for part in ("forward", "backward"))
             communication = slowest[PARTS_AT + PARTS.index("communication")]
             self._write(kept, slowest, self.watch.see(kept.step, slowest[0], communication, work))
+            if self._report is not None:
+                self._report(kept.step, None if self._metrics is None else self._metrics.newest)
 
     def _measured(self, kept: _Step) -> list[float]:
-        """What this rank measured: seconds, memory, seconds by part."""
+        """What this rank measured: seconds, memory, tensor-parallel communication, seconds by part."""
         seconds, parts = kept.span.read()
-        return [seconds, *memory(self.world.device), *(parts[name] for name in PARTS)]
+        tensor = (kept.span.of(TENSOR), float(kept.span.tp_bytes))
+        return [seconds, *memory(self.world.device), *tensor, *(parts[name] for name in PARTS)]
 
     def _write(self, kept: _Step, slowest: list[float], seen: Seen) -> None:
         if self._metrics is None:
             return
-        seconds, allocated, reserved = slowest[:PARTS_AT]
+        seconds, allocated, reserved, tp_exposed, tp_bytes = slowest[:PARTS_AT]
+        split_tensors = self.config.parallel.tp > 1
         tokens = self.config.train.global_batch * self.config.data.length
         rate = tokens / seconds
         each = rate / self.world.size
@@ -120,6 +129,8 @@ class Recorder:
                 slow_rank=seen.slow_rank,
                 slow_rank_times=seen.slow_rank_times,
                 reduction_error=seen.reduction_error,
+                tp_exposed_s=tp_exposed if split_tensors else None,
+                tp_sent_mb=tp_bytes * 1e-6 if split_tensors else None,
                 validation_loss=kept.validation,
                 attempt=self._attempt,
                 event=event,
