@@ -267,6 +267,49 @@ def test_fsdp1_replicas(tmp_path: Any) -> None:
         torch.distributed.destroy_process_group()
 
 
+def test_fsdp2_groups_and_their_sums() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    seen: list[tuple[Any, ...]] = []
+
+    def see(work: Any, output: torch.Tensor, source: torch.Tensor, group: Any, op: Any) -> Any:
+        seen.append((output.dtype, source.numel() // output.numel(), group.size()))
+        return work()
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+        model = fully_shard(torch.nn.Linear(4, 4), mesh=mesh, mp_policy=policy)
+        assert torch_private.fsdp2_groups(model) == [((0, 1), 2, torch.bfloat16)]
+        with torch_private.around_reduce_scatter(model, see):
+            model(torch.ones(1, 4)).sum().backward()
+        model(torch.ones(1, 4)).sum().backward()
+        assert seen == [(torch.bfloat16, 2, 2)]
+        flat = fully_shard(torch.nn.Linear(4, 4), mesh=mesh["shard"])
+        assert torch_private.fsdp2_groups(flat) == [((0, 1), 1, torch.float32)]
+        frozen = fully_shard(torch.nn.Linear(4, 4).requires_grad_(False), mesh=mesh["shard"])
+        assert torch_private.fsdp2_groups(frozen) == [((0, 1), 1, None)]
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_ddp_hook_dtype(tmp_path: Any) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(torch.nn.Linear(2, 2))
+        assert torch_private.ddp_hook_dtype(model) is None
+        model.register_comm_hook(None, fp16_compress_hook)
+        assert torch_private.ddp_hook_dtype(model) == torch.float16
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_storage_info_is_what_dcp_writes() -> None:
     info = torch_private.storage_info("__0_0.distcp", 64, 100)
     assert (info.relative_path, info.offset, info.length) == ("__0_0.distcp", 64, 100)
@@ -484,6 +527,9 @@ def test_every_function_is_tested_here() -> None:
         "saved_tensor_hooks_active",
         "storage_info",
         "fsdp1_replicas",
+        "fsdp2_groups",
+        "around_reduce_scatter",
+        "ddp_hook_dtype",
         "persistent_buffers",
         "fsdp1_stretches",
         "root_mesh",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +191,70 @@ def fsdp1_replicas(unit: Any) -> Any:
     return getattr(unit, "_inter_node_pg", None)
 
 
+def fsdp2_groups(module: Any) -> list[tuple[tuple[int, ...], int, torch.dtype | None]]:
+    """(ranks that the weights are gathered over, copies of these shards, type in which gradients are summed) of what `fully_shard` made.
+
+    The type is None where nothing is trained. Before the first forward too.
+    """
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    found = []
+    for group in groups:
+        if group is None:
+            continue
+        shard, copies = getattr(group.mesh_info, "shard_process_group", None), 1
+        if group.mesh_info.replicate_mesh_dim is not None:
+            copies = group.mesh_info.mesh.size(group.mesh_info.replicate_mesh_dim)
+        ranks = (
+            (torch.distributed.get_rank(),)
+            if shard is None
+            else tuple(torch.distributed.get_process_group_ranks(shard))
+        )
+        trained = [p.sharded_param.dtype for p in group.fsdp_params if p.sharded_param.requires_grad]
+        policy = group.mp_policy
+        dtype = policy.reduce_dtype or policy.param_dtype or (trained[0] if trained else None)
+        found.append((ranks, copies, dtype if trained else None))
+    return found
+
+
+def ddp_hook_dtype(module: Any) -> torch.dtype | None:
+    """The type that a communication hook of DistributedDataParallel sums gradients in; None without one that changes it."""
+    names = [getattr(hook, "__name__", "") for hook, _ in module._comm_hooks]
+    kinds = {"bf16_compress": torch.bfloat16, "fp16_compress": torch.float16}
+    return next((dtype for name in names for start, dtype in kinds.items() if name.startswith(start)), None)
+
+
+@contextmanager
+def around_reduce_scatter(module: Any, see: Callable[..., Any]) -> Iterator[None]:
+    """In here `see(work, output, input, group, op)` goes in the place of each reduce-scatter of gradients of an FSDP2 module.
+
+    `work()` makes it, and its result is to be returned.
+    """
+    state = module._get_fsdp_state()
+    groups = [
+        group for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] if group is not None
+    ]
+    kept = [group._reduce_scatter_comm for group in groups]
+
+    class Seen:
+        def __init__(self, comm: Any) -> None:
+            self.comm, self.allocate = comm, comm.allocate
+
+        def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
+            def work() -> Any:
+                return self.comm(output_tensor, input_tensor, group, op, async_op)
+
+            return see(work, output_tensor, input_tensor, group, op)
+
+    for group, comm in zip(groups, kept):
+        group._reduce_scatter_comm = Seen(comm)
+    try:
+        yield
+    finally:
+        for group, comm in zip(groups, kept):
+            group._reduce_scatter_comm = comm
+
+
 def storage_info(file: str, offset: int, length: int) -> Any:
     """DCP's record of where an entry lies: `length` bytes at `offset` of `file`."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -215,25 +279,33 @@ def forget_gathered(module: Any) -> None:
 
 @contextmanager
 def around_fsdp_waits(around: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """In here FSDP2 waits for gathered weights (and unpacks them), and for reduced gradients, inside `around()`."""
+    """In here FSDP2 waits for gathered weights (and unpacks them), and for reduced gradients, inside `around()`.
+
+    A CPU has no streams: there a gather or a reduce-scatter is itself the wait.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-    kept = {name: getattr(FSDPParamGroup, name) for name in ("wait_for_unshard", "finalize_backward")}
+    kept = [(FSDPParamGroup, "wait_for_unshard"), (FSDPParamGroup, "finalize_backward")]
+    collectives = [(DefaultAllGather, "__call__"), (DefaultReduceScatter, "__call__")]
+    methods = [(owner, name, getattr(owner, name)) for owner, name in (*kept, *collectives)]
 
-    def wrap(method: Callable) -> Callable:
+    def wrap(method: Callable, collective: bool) -> Callable:
         def wrapped(self: Any, *args: Any, **options: Any) -> Any:
-            with around():
+            tensors = [*args, *options.values()]
+            on_host = any(isinstance(x, torch.Tensor) and x.device.type == "cpu" for x in tensors)
+            with around() if on_host or not collective else nullcontext():
                 return method(self, *args, **options)
 
         return wrapped
 
-    for name, method in kept.items():
-        setattr(FSDPParamGroup, name, wrap(method))
+    for owner, name, method in methods:
+        setattr(owner, name, wrap(method, name == "__call__"))
     try:
         yield
     finally:
-        for name, method in kept.items():
-            setattr(FSDPParamGroup, name, method)
+        for owner, name, method in methods:
+            setattr(owner, name, method)
 
 
 def persistent_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:

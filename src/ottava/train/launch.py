@@ -63,12 +63,14 @@ def run_rank(
     """
     from ottava.checkpoint import NoUsableCheckpoint
     from ottava.train.loop import train
+    from ottava.train.rank_log import RankLog
     from ottava.train.watchdog import Watchdog
     from ottava.train.world import World
 
     _prepare(os.environ, config)
     try:
         with (
+            RankLog(config.run_folder, place),
             Watchdog(config, place.rank, place.size, stop) as watchdog,
             World(place, 4 * config.health.watchdog_s or 1800.0, watchdog.connect) as world,
         ):

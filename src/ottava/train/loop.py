@@ -174,8 +174,8 @@ class Loop:
         step = self.done
         lr = self.config.optimizer.lr * lr_fraction(self.config.schedule, step, self.config.train.steps)
         set_lr(self.optimizer, lr)
-        waited = comm_wait_hook(lambda kind: self.clock("communication", kind))
-        with self.fp8.sample_operands(step), waited, measuring(waits=False) as meter:
+        waited, looks = comm_wait_hook(lambda kind: self.clock("communication", kind)), self.recorder.watch.look(step)
+        with self.fp8.sample_operands(step), waited, looks, measuring(waits=False) as meter:
             found = self._backward(step)
         found.lr = lr
         if found.clipped is None:  # the GPU goes on with this one while the host learns of the one before

@@ -66,6 +66,12 @@ class StepMetrics:
     """The norm of gradients, and the update."""
     checkpoint_s: float | None = None
     """Of the checkpoint before this step; one that is written in the background counts as long as it holds training up."""
+    slow_rank: int | None = None
+    """The rank whose own work takes far longer than the others'; told every few steps."""
+    slow_rank_times: float | None = None
+    """How many times the usual."""
+    reduction_error: float | None = None
+    """Of gradients that are summed over ranks in bfloat16, beside a float32 sum, relative; looked at now and then."""
     validation_loss: float | None = None
     attempt: int = 0
     """Restarts of the run before this step."""
