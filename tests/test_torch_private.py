@@ -385,6 +385,15 @@ def test_a_slice_of_a_mesh_knows_the_whole() -> None:
         torch.distributed.destroy_process_group()
 
 
+def test_reshaped_shares_memory_and_is_no_view() -> None:
+    x = torch.randn(4, 6, requires_grad=True)
+    made = x * 2
+    found = torch_private.reshaped(made, (2, 12))
+    assert found.data_ptr() == made.data_ptr() and not found._is_view() and found.shape == (2, 12)
+    found.sum().backward()
+    assert torch.equal(x.grad, torch.full((4, 6), 2.0))
+
+
 def test_weak_storage_knows_its_memory_and_takes_no_other_for_it() -> None:
     tensor = torch.randn(4, 6)
     reference = torch_private.weak_storage(tensor)
@@ -436,6 +445,7 @@ def test_every_function_is_tested_here() -> None:
         "persistent_buffers",
         "fsdp1_stretches",
         "root_mesh",
+        "reshaped",
         "weak_storage",
         "is_storage_of",
     }
