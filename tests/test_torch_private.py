@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 import inspect
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -348,6 +350,33 @@ def test_flight_record_is_json() -> None:
     assert isinstance(json.loads(torch_private.flight_record()), dict)
 
 
+def test_what_a_group_knows_of_itself(tmp_path: Path) -> None:
+    timeout = datetime.timedelta(seconds=77)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1, timeout=timeout
+    )
+    try:
+        assert torch_private.group_timeout_s(None, torch.device("cpu")) == 77.0
+        group = torch.distributed.group.WORLD
+        assert torch_private.group_timeout_s(group, torch.device("cpu")) == 77.0
+        assert torch_private.first_report(group, "who", "me") == "me"
+        assert torch_private.first_report(None, "who", "another") == "me"
+        assert torch_private.first_report("no group", "who", "me") is None
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_symmetric_memory_is_where_torch_has_it() -> None:
+    import torch.distributed._symmetric_memory as symmetric
+
+    assert torch_private.has_symmetric_memory()
+    parameters = list(inspect.signature(symmetric.rendezvous).parameters)
+    assert parameters == ["tensor", "group"], "symmetric_memory calls it so; tests/gpu/test_overlap.py runs it"
+    handle = torch._C._distributed_c10d._SymmetricMemory
+    assert all(hasattr(handle, name) for name in ("get_buffer", "put_signal", "wait_signal"))
+    assert callable(torch_private.symmetric_memory)
+
+
 def test_peak_memory_of_a_step_without_data() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -394,6 +423,23 @@ def test_reshaped_shares_memory_and_is_no_view() -> None:
     assert torch.equal(x.grad, torch.full((4, 6), 2.0))
 
 
+def test_has_multicast_answers_for_a_device() -> None:
+    assert torch_private.has_multicast(0) in ((True, False) if torch.cuda.is_available() else (False,))
+
+
+def test_torchruns_agent_has_what_ours_overrides():
+    """What it does is seen in tests/launch/test_agent.py, with real ranks."""
+    from torch.distributed.launcher import api
+
+    usual = api.LocalElasticAgent
+    assert inspect.signature(usual._monitor_workers).parameters.keys() == {"self", "worker_group"}
+    assert list(inspect.signature(usual._shutdown).parameters)[:2] == ["self", "death_sig"]
+    assert "_remaining_restarts" in inspect.getsource(usual.__mro__[1])
+    with torch_private.elastic_agent(lambda codes: False, grace_s=1.0):
+        assert issubclass(api.LocalElasticAgent, usual) and api.LocalElasticAgent is not usual
+    assert api.LocalElasticAgent is usual
+
+
 def test_weak_storage_knows_its_memory_and_takes_no_other_for_it() -> None:
     tensor = torch.randn(4, 6)
     reference = torch_private.weak_storage(tensor)
@@ -414,6 +460,10 @@ def test_every_function_is_tested_here() -> None:
     }
     tested = {
         "bare_apply",
+        "first_report",
+        "group_timeout_s",
+        "has_symmetric_memory",
+        "symmetric_memory",
         "nobody_intercepts",
         "tree_flatten",
         "tree_unflatten",
@@ -425,6 +475,7 @@ def test_every_function_is_tested_here() -> None:
         "fake_store",
         "peak_memory",
         "flight_record",
+        "elastic_agent",
         "inside_backward",
         "backward_id",
         "at_end_of_backward",
@@ -446,6 +497,7 @@ def test_every_function_is_tested_here() -> None:
         "fsdp1_stretches",
         "root_mesh",
         "reshaped",
+        "has_multicast",
         "weak_storage",
         "is_storage_of",
     }

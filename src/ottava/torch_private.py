@@ -9,6 +9,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -271,10 +272,53 @@ def fsdp1_stretches(unit: Any) -> list[tuple[torch.nn.Module, str, tuple[int, ..
     return found
 
 
+def has_multicast(device: int) -> bool:
+    """Whether the memory of CUDA device `device` can be bound to a multicast address, which one store writes on all GPUs of a node."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    if not torch.cuda.is_available():  # it would ask a driver that is not there
+        return False
+    return _SymmetricMemory.has_multicast_support(torch._C._autograd.DeviceType.CUDA, device)
+
+
 def flight_record() -> str:
     """The collectives that this process has started, as JSON: what torch's flight recorder holds (TORCH_FR_BUFFER_SIZE of them)."""
     record = torch._C._distributed_c10d._dump_fr_trace_json()  # type: ignore[attr-defined]
     return record.decode() if isinstance(record, bytes) else record
+
+
+def first_report(group: Any, key: str, text: str) -> str | None:
+    """What the first rank to report under `key` has written into the group's store: `text`, if that is this one. None: no store answers."""
+    world = torch.distributed.distributed_c10d._world
+    try:
+        store: Any = world.pg_map[group or torch.distributed.group.WORLD][1]  # type: ignore[index]
+        return store.compare_set(key, "", text).decode()
+    except (KeyError, RuntimeError):
+        return None
+
+
+def has_symmetric_memory() -> bool:
+    """Whether this torch can map buffers of other GPUs."""
+    try:
+        import torch.distributed._symmetric_memory as symmetric
+    except ImportError:
+        return False
+    return all(hasattr(symmetric, name) for name in ("empty", "rendezvous"))
+
+
+def symmetric_memory(count: int, device: torch.device, group: Any) -> tuple[torch.Tensor, Any]:
+    """`count` bytes on each rank's GPU that all ranks of the group can write, and a handle with get_buffer, put_signal and wait_signal."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    owned = symmetric.empty(count, dtype=torch.uint8, device=device)
+    return owned, symmetric.rendezvous(owned, group)
+
+
+def group_timeout_s(group: Any, device: torch.device) -> float:
+    """Seconds after which a collective of the group fails."""
+    known: Any = group or torch.distributed.group.WORLD
+    backend = known._get_backend(device)
+    return backend.options._timeout.total_seconds()
 
 
 def fake_store() -> Any:
@@ -309,3 +353,47 @@ def peak_memory(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: 
         step()
     snapshot = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
     return {str(getattr(kind, "value", kind)): int(size) for kind, size in snapshot.items()}
+
+
+@contextmanager
+def elastic_agent(is_final: Callable[[list[int]], bool], grace_s: float) -> Iterator[list[int]]:
+    """Inside, `torch.distributed.run.run` does not start ranks again whose exit codes (128 + n for signal n) are final, and gives
+    ranks `grace_s` seconds after a signal. Yields a list that will have the return codes of ranks that ended after one.
+    Folders of logs have a file `rank`.
+    """
+    import signal
+
+    from torch.distributed.launcher import api
+
+    ended: list[int] = []
+    usual = api.LocalElasticAgent
+
+    class Agent(usual):  # type: ignore[misc, valid-type]
+        def _start_workers(self, worker_group: Any) -> Any:
+            started = super()._start_workers(worker_group)
+            for worker in worker_group.workers:  # folders of logs have the rank on this node as their name
+                if path := self._pcontext.stdouts.get(worker.local_rank):
+                    Path(path).with_name("rank").write_text(str(worker.global_rank))
+            return started
+
+        def _monitor_workers(self, worker_group: Any) -> Any:
+            result = super()._monitor_workers(worker_group)
+            codes = [failure.exitcode for failure in result.failures.values()]
+            if is_final([128 - code if code < 0 else code for code in codes]):
+                self._remaining_restarts = 0
+            return result
+
+        def _shutdown(self, death_sig: Any = None, timeout: float = 30) -> None:
+            if death_sig is not None and self._pcontext is not None:  # the agent was signalled: ranks save now
+                for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+                    signal.signal(number, signal.SIG_IGN)  # a second one would cut that short
+                self._pcontext.close(death_sig, round(grace_s))
+                handlers = getattr(self._pcontext, "subprocess_handlers", {})
+                ended.extend(code for h in handlers.values() if (code := h.proc.poll()) is not None)
+            super()._shutdown()
+
+    api.LocalElasticAgent = Agent  # type: ignore[misc]
+    try:
+        yield ended
+    finally:
+        api.LocalElasticAgent = usual  # type: ignore[misc]

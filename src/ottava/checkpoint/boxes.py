@@ -6,7 +6,6 @@ A box is (offset, shape) in the canonical tensor, the one that a single process 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,10 +13,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
 from ottava import torch_private
+from ottava.untrusted.tiles import Box, Index, inside, tiling_problem
 
-Index = tuple[int, ...]
-Box = tuple[Index, Index]
-"""(offset, shape)"""
+__all__ = ["Box", "Former", "Index", "Part", "inside", "local_part", "overlap", "part_of", "tiling_problem", "within"]
 
 
 @dataclass(frozen=True)
@@ -88,14 +86,6 @@ def local_part(name: str, tensor: Tensor) -> Tensor:
     return local.detach()
 
 
-def inside(box: Box, shape: Index) -> bool:
-    """Whether a box lies in a tensor of this shape."""
-    offset, size = box
-    return len(offset) == len(size) == len(shape) and all(
-        o >= 0 and n >= 0 and o + n <= m for o, n, m in zip(offset, size, shape)
-    )
-
-
 def overlap(a: Box, b: Box) -> Box | None:
     """What two boxes share; None if no element."""
     start = tuple(max(p, q) for p, q in zip(a[0], b[0]))
@@ -106,25 +96,3 @@ def overlap(a: Box, b: Box) -> Box | None:
 def within(box: Box, outer: Box) -> tuple[slice, ...]:
     """Where `box` lies in the memory of `outer`."""
     return tuple(slice(o - p, o - p + n) for o, n, p in zip(box[0], box[1], outer[0]))
-
-
-def tiling_problem(shape: Index, boxes: Sequence[Box]) -> str | None:
-    """Why `boxes` do not cover a tensor of this shape exactly once; None if they do."""
-    for box in boxes:
-        if not inside(box, shape):
-            return f"box {box} lies outside of shape {shape}"
-    total, covered = math.prod(shape), sum(math.prod(size) for _, size in boxes)
-    if covered != total:
-        return f"boxes have {covered} of {total} elements of shape {shape}"
-    # Inside, and as many elements as the tensor: what is left to exclude is an overlap with a gap elsewhere. Sorted by the
-    # dimension that is cut most, a box can only meet those that begin before it ends.
-    cut = max(range(len(shape)), key=lambda d: len({offset[d] for offset, _ in boxes}), default=0)
-    ordered = sorted((b for b in boxes if math.prod(b[1])), key=lambda b: b[0][cut:] + b[0][:cut])
-    for i, first in enumerate(ordered if shape else []):
-        end = first[0][cut] + first[1][cut]
-        for j in range(i + 1, len(ordered)):
-            if ordered[j][0][cut] >= end:
-                break
-            if overlap(first, ordered[j]):
-                return f"boxes {first} and {ordered[j]} overlap"
-    return None

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from ottava import exchange
 from ottava.checkpoint.errors import CheckpointError, Failure, RankLost, joined
 
 Part = TypeVar("Part")
@@ -48,11 +49,11 @@ class Team:
         scatter: `combine` returns a list, and each rank gets its own element. Any exception in any rank becomes one in all:
         ValueError where it is the caller's mistake, CheckpointError otherwise; its message begins with `what`.
         """
-        parts = self._gather(what, self._work(work, self.rank))
+        parts = self._gather(what, self._work(lambda: self._sendable(work()), self.rank))
         verdicts: list[Any] = []  # (passed, result or failures): one for each rank with scatter, else one
         if self.rank == 0:
             failures = [p for p in parts if isinstance(p, Failure)]
-            combined: Any = None if failures else self._work(lambda: combine(parts), rank=None)
+            combined: Any = None if failures else self._work(lambda: self._sendable(combine(parts)), rank=None)
             if isinstance(combined, Failure):
                 failures = [combined]
             if failures:
@@ -73,37 +74,35 @@ class Team:
         except Exception as error:
             return Failure.of(rank, error)
 
+    def _sendable(self, value: Part) -> Part:
+        """`value`. What cannot be sent fails here, where all ranks learn of it, and not in a message that the others wait for."""
+        if self.size > 1:
+            exchange.encode(value)
+        return value
+
     # ------------------------------------------------------------------------------------------------------ messages
 
     def _gather(self, what: str, value: Any) -> list[Any]:
         """All ranks' values in rank 0; an empty list elsewhere."""
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
-        target = values if self.rank == 0 else None
-        self._communicate(what, lambda group: dist.gather_object(value, target, dst=0, group=group))
-        return values if self.rank == 0 else []
+        return self._communicate(what, lambda group: exchange.gather(value, group))
 
     def _broadcast(self, what: str, value: Any) -> Any:
         if self.size == 1:
             return value
-        box = [value]
-        self._communicate(what, lambda group: dist.broadcast_object_list(box, src=0, group=group))
-        return box[0]
+        return self._communicate(what, lambda group: exchange.broadcast(value, group))
 
     def _scatter(self, what: str, values: list[Any]) -> Any:
         if self.size == 1:
             return values[0]
-        box: list[Any] = [None]
-        source = values if self.rank == 0 else None
-        self._communicate(what, lambda group: dist.scatter_object_list(box, source, src=0, group=group))
-        return box[0]
+        return self._communicate(what, lambda group: exchange.scatter(values, group))
 
-    def _communicate(self, what: str, collective: Callable[[dist.ProcessGroup], Any]) -> None:
+    def _communicate(self, what: str, collective: Callable[[dist.ProcessGroup], Any]) -> Any:
         self.connect(what)
         assert self._group is not None
         try:
-            collective(self._group)
+            return collective(self._group)
         except RuntimeError as error:
             raise self._lost(what, error) from error
 

@@ -28,12 +28,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ottava import torch_private
-from ottava.distributed.collectives import FixedOrderReduceScatter
 from ottava.distributed.recompute import layers_of
 from ottava.nn.base import QuantizedModule
 from ottava.nn.precision import multiply_in
 from ottava.nn.strategy import like_dtensor
 from ottava.notices import warn_once
+from ottava.overlap.collectives import FixedOrderReduceScatter
 from ottava.quant.quantization import Quantization
 from ottava.quant.scheme import Scheme, weight_scheme
 from ottava.quant.state import CURRENT
@@ -139,7 +139,7 @@ class GatherPlan:
 
     def __init__(self, reshard_after_forward: bool, whole: bool = False) -> None:
         self.reshard_after_forward, self.whole = reshard_after_forward, whole
-        """whole: no other rank has a part, and weights that were changed by hand are noticed. (FSDP2 refuses to gather them.)"""
+        """whole: no other rank has a part, and weights that were changed by hand are renewed. (FSDP2 refuses to gather them.)"""
         self.recipe: Recipe | None = None
         self.refused: Recipe | None = None
         """A recipe whose bytes cannot travel."""
@@ -192,8 +192,11 @@ def before_forward(model: nn.Module, args: Any) -> None:
             warn_once(f"ottava: weights travel in high precision. {error}")
             return
         refresh(model)
-    elif wire.recipe is not None and (wire.made_at != _STEPS[0] or (wire.whole and not all(map(fresh, wire.weights)))):
+    elif wire.recipe is not None and wire.made_at != _STEPS[0]:
         refresh(model)
+    elif wire.recipe is not None and not all(map(fresh, wire.weights)):
+        # Changed by hand. Other ranks do not know: what was gathered before is freed here, and the next gather raises with the name.
+        refresh(model) if wire.whole else reshard(model)
 
 
 def reshard(model: nn.Module) -> None:

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ottava.distributed.plan import ParallelPlan
 from ottava.notices import leads, warn_once
+from ottava.overlap.connections import connections_advice
 
 # What tp divides, and the names under which model configurations have it. The first is TransformerEngine's, which ours is too.
 _DIVIDED_BY_TP = {
@@ -148,7 +149,7 @@ def check_topology(plan: ParallelPlan, config: Any = None, machine: Machine | No
     except ValueError as error:
         return [Finding("error", str(error)), *_sizes(plan, config)]
     places = _tp_island(plan, machine) or _weight_island(plan, machine)  # the second's advice needs a tp that fits
-    return [*places, *_gradients(plan), *_overlap(plan), *_sizes(plan, config)]
+    return [*places, *_gradients(plan), *_overlap(plan), *_connections(plan), *_sizes(plan, config)]
 
 
 def check_model(model: nn.Module) -> list[Finding]:
@@ -244,15 +245,15 @@ def _gradients(plan: ParallelPlan) -> list[Finding]:
     return findings
 
 
+def _connections(plan: ParallelPlan) -> list[Finding]:
+    """Streams that share a hardware queue wait for each other."""
+    if plan.overlap == "none" or plan.tp == 1 or not torch.cuda.is_available():
+        return []
+    advice = connections_advice(os.environ, sharded=plan.strategy == "fsdp2" and plan.dp_shard > 1)
+    return [] if advice is None else [Finding("warning", advice)]
+
+
 def _overlap(plan: ParallelPlan) -> list[Finding]:
-    if plan.overlap in ("ring", "pipeline") and plan.tp > 1:
-        return [
-            Finding(
-                "warning",
-                f'overlap="{plan.overlap}" cuts products into chunks that hide the gathers of forward; this version hides those of '
-                'backward only, as overlap="bulk" does. The values are the same.',
-            )
-        ]
     if plan.overlap != "none" and plan.tp > 1 and not plan.sequence_parallel:
         return [
             Finding(

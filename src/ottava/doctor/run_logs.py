@@ -3,7 +3,8 @@
 When one rank fails the others fail too, later and louder: their collectives time out. So what counts is who was first. Files:
     error-rank-N.txt             what `ottava train` keeps of a rank's error
     stalls/rank-N.txt            what a watchdog wrote
-    logs/**/N/stderr.log         what `torchrun --log-dir RUN/logs --redirects 3` writes: logs/ID/attempt_A/LOCAL_RANK/stdout.log
+    logs/**/N/stderr.log         what `torchrun --log-dir RUN/logs --redirects 3` writes: logs/ID/attempt_A/LOCAL_RANK/stdout.log; where
+                                 `ottava launch` has started it, a file `rank` beside has the rank among all nodes
     logs/rank-N.log              of anything else that names its files so
 """
 
@@ -71,13 +72,20 @@ def find_logs(folder: Path, rank: int | None = None) -> list[RankLog]:
         *(folder / "logs").rglob("*.log"),
     ]:
         named = re.fullmatch(r"(?:error-)?rank-(\d+)", path.stem)
-        number = named[1] if named else path.parent.name
+        number = named[1] if named else _rank_of_folder(path.parent)
         if not number.isdigit() or not path.is_file():
             continue
         attempt = re.search(r"attempt_(\d+)", str(path.parent))
         found.append(RankLog(int(number), path, int(attempt[1]) if attempt else 0))
     wanted = [log for log in found if rank is None or log.rank == rank]
     return sorted(wanted, key=lambda log: (log.attempt, log.path.stat().st_mtime, log.rank))
+
+
+def _rank_of_folder(folder: Path) -> str:
+    try:
+        return (folder / "rank").read_text(encoding="utf-8").strip()
+    except OSError:
+        return folder.name
 
 
 def errors(folder: Path) -> list[RankError]:

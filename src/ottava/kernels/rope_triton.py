@@ -16,7 +16,7 @@ from torch import Tensor
 from ottava.kernels import qkv_rope_triton
 from ottava.kernels.launch import Launcher
 
-MAX_SLOTS = 32  # heads a program holds at once: 32 x 128 channels x 2 loads in float32 fit the registers of 4 warps
+MAX_SLOTS, WARPS = 8, 2  # heads that a program holds at once, and its warps: the fastest of those tried on an H200
 
 
 @triton.jit
@@ -194,7 +194,7 @@ def rope(
     slots = min(MAX_SLOTS, triton.next_power_of_2(heads))
     _ROPE(
         (tokens, triton.cdiv(heads, slots)),
-        4,
+        WARPS,
         {
             "x": x, "out": out, "cos_table": cos, "sin_table": sin, "positions": x if positions is None else positions,
             "x_token": x.stride(0), "x_head": x.stride(1), "seq_stride": seq_stride, "seq_len": max(seq_len, 1),
@@ -225,7 +225,7 @@ def _launch_qkv(
     slots = min(MAX_SLOTS, triton.next_power_of_2(heads + 2 * groups))
     _QKV(
         (tokens, triton.cdiv(heads + 2 * groups, slots)),
-        4,
+        WARPS,
         {
             "qkv": qkv, "q": q, "k": k, "v": v, "cos_q": cos_q, "sin_q": sin_q, "cos_k": cos_k, "sin_k": sin_k,
             "positions": qkv if positions is None else positions,

@@ -177,11 +177,15 @@ def _prepare(
 
 
 _KERNEL = Launcher(tile_kernel)
-# Tile and warps by kind, from benchmarks/kernels.py on an H200.
-_TILES = {
-    "tensor": ((64, 128), 4),
+# Tile and warps by kind, and by producer where that differs: the fastest of those tried on an H200 at 8192 rows (`ottava bench kernels`).
+_TILES: dict[Any, tuple[tuple[int, int], int]] = {
+    "tensor": ((64, 128), 8),
+    ("tensor", "activation"): ((32, 128), 4),
+    ("tensor", "activation_backward"): ((32, 128), 4),
     "block1d": ((128, 128), 8),
-    "block2d": ((128, 128), 8),
+    ("block1d", "identity"): ((128, 128), 4),
+    "block2d": ((128, 128), 16),
+    ("block2d", "identity"): ((128, 128), 8),
     "mx": ((64, 128), 4),
     "values": ((32, 128), 4),
 }
@@ -359,7 +363,7 @@ def _quantize_plan(
     x = producer.x
     m, width = x.shape[0], producer.width()
     kind = scheme.kind if scheme.kind != "block" else ("block1d" if scheme.block == (1, 128) else "block2d")
-    (bm, bk), warps = _TILES[kind]
+    (bm, bk), warps = _TILES.get((kind, producer.name), _TILES[kind])
     source = "none"
     if scheme.per_tensor:
         source = "kernel" if scale is not None else "producer" if amax_in is None else "given"

@@ -19,7 +19,7 @@ from ottava.nn.direct import direct
 from ottava.nn.initialize import materialize_
 from ottava.nn.parallel_module import ParallelModule
 from ottava.nn.stage import Chain, DelayedTensors, Stage, StageTensors, Texts
-from ottava.nn.strategy import local
+from ottava.nn.strategy import backend, local
 from ottava.notices import warn_once
 from ottava.quant.delayed import DelayedState
 from ottava.quant.quantization import Quantization
@@ -263,6 +263,9 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
         return now
 
     def _resolve(self, stages: list[Stage], recipe: Recipe | None, calibrating: bool, record: bool) -> Chain:
+        if not torch.compiler.is_compiling():
+            name, spread = type(self).__name__, self.parallel.sequence_parallel
+            backend().warn_of_idle_overlap(name, self.overlap, self.modes, spread, self.parallel.size)
         if recipe is not None:
             quantization = Quantization.of(recipe)
             _check_shared_scales(quantization, stages)

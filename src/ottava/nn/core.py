@@ -34,7 +34,7 @@ from ottava.nn import direct
 from ottava.nn import product as products
 from ottava.nn.columnwise import LaterTensor
 from ottava.nn.operand import Operand, columnwise, rowwise, transposed
-from ottava.nn.product import product
+from ottava.nn.product import Product, product
 from ottava.nn.stage import (
     Chain,
     DelayedTensors,
@@ -53,7 +53,7 @@ from ottava.nn.stage import (
     unpack,
     weight_column,
 )
-from ottava.nn.strategy import ALONE
+from ottava.nn.strategy import ALONE, Later
 from ottava.quant.scheme import Scheme
 from ottava.quant.tensor import QuantizedTensor
 from ottava.quant.weight import gradient_dtype
@@ -180,11 +180,7 @@ def _fprop(stage: Stage, made: list[Made], tensors: list[StageTensors], dtype: t
     """The output of all groups [M, N]."""
     weights = [_weight_operand(stage, t) for t in tensors]
     biases = [t.bias for t in tensors if t.bias is not None]
-
-    def multiply(operands: list[Operand], biases: list[Tensor]) -> Tensor:
-        return product(operands, weights, biases, dtype, stage.split_fprop)
-
-    return stage.strategy.fprop([m.operand for m in made], multiply, biases)
+    return stage.strategy.fprop([m.operand for m in made], Product(weights, dtype, stage.split_fprop), biases)
 
 
 def _record_forward(chain: Chain, number: int, made: Made, t: StageTensors, history: Tensor | None) -> None:
@@ -230,20 +226,32 @@ def _begin_wgrad(
     stage: Stage, saved: list[Saved], scales: list[Tensor | None], dtype: torch.dtype
 ) -> Callable[[], list[Operand]]:
     """What gives the input's side of wgrad for all tokens. Where they are spread over ranks, their gather begins now."""
-    first, scheme = saved[0], stage.input
-    quantized = scheme is not None and stage.backward == "quantized"
-    if (
-        quantized
-        and stage.strategy.gathers_input
-        and first.data is None
-        and first.h is not None
-        and not scheme.fills_blocks(first.h.shape[0])  # type: ignore[union-attr]
-    ):
-        begun = stage.strategy.before_wgrad([Operand(_produce(stage, source_of(s))) for s in saved])
-        return lambda: [
-            columnwise(_quantize(x.data, scheme, scale, None, False, True), scheme) for x, scale in zip(begun(), scales)
+    scheme = stage.input
+    after = [_quantizes_after_gather(stage, s) for s in saved]  # by group: their rows may or may not fill blocks
+    if not any(after):
+        return stage.strategy.before_wgrad([_wgrad_operand(stage, s, c, dtype) for s, c in zip(saved, scales)])
+    begun = stage.strategy.before_wgrad(
+        [
+            Operand(_produce(stage, source_of(s))) if later else _wgrad_operand(stage, s, c, dtype)
+            for s, c, later in zip(saved, scales, after)
         ]
-    return stage.strategy.before_wgrad([_wgrad_operand(stage, s, c, dtype) for s, c in zip(saved, scales)])
+    )
+    return lambda: [
+        columnwise(_quantize(x.data, scheme, c, None, False, True), scheme) if later else x
+        for x, c, later in zip(begun(), scales, after)
+    ]
+
+
+def _quantizes_after_gather(stage: Stage, s: Saved) -> bool:
+    """Whether the input's side of wgrad is gathered in high precision, because columnwise blocks would cross ranks."""
+    return (
+        stage.input is not None
+        and stage.backward == "quantized"
+        and stage.strategy.gathers_input
+        and s.data is None
+        and s.h is not None
+        and not stage.input.fills_blocks(s.h.shape[0])
+    )
 
 
 def _dgrad_operand(stage: Stage, s: Saved, dtype: torch.dtype) -> Operand:
@@ -275,11 +283,18 @@ def _shares_gradient_amax(stage: Stage) -> bool:
     )
 
 
-def _quantized_gradient(stage: Stage, grad: Gradient, scale: Tensor | None) -> tuple[Gradient, Tensor]:
-    """(the gradient of this rank's tokens, quantized; its amax). Of all tokens at once where blocks would cross ranks."""
+def _blocks_cross_ranks(stage: Stage, grads: list[Gradient]) -> bool:
+    """Whether columnwise blocks of a gradient would need tokens of two ranks; of any group: all go the same way."""
+    if not stage.strategy.gathers_grad or stage.grad is None or grads[0].value is None:
+        return False
+    return not all(stage.grad.fills_blocks(grad.value.shape[0]) for grad in grads if grad.value is not None)
+
+
+def _quantized_gradient(stage: Stage, grad: Gradient, scale: Tensor | None, whole: bool) -> tuple[Gradient, Tensor]:
+    """(the gradient of this rank's tokens, quantized; its amax). whole: of all tokens at once, where blocks would cross ranks."""
     scheme, strategy, dy = stage.grad, stage.strategy, grad.value
     assert scheme is not None and dy is not None
-    if strategy.gathers_grad and not scheme.fills_blocks(dy.shape[0]):
+    if whole:
         q = _quantize(strategy.gather(dy), scheme, scale, None, True, True)
         return Gradient(dy, q, grad.column_sum, gathered=True), q.rowwise_amax
     amax = strategy.share_amax(operand_amax(dy, scheme)) if _shares_gradient_amax(stage) else None
@@ -288,7 +303,7 @@ def _quantized_gradient(stage: Stage, grad: Gradient, scale: Tensor | None) -> t
     return Gradient(dy, q, grad.column_sum), q.rowwise_amax
 
 
-def _quantize_gradient(chain: Chain, number: int, grad: Gradient, state: DelayedTensors) -> Gradient:
+def _quantize_gradient(chain: Chain, number: int, grad: Gradient, state: DelayedTensors, whole: bool) -> Gradient:
     """Quantizes the gradient of the output of stage `number` if the stage wants it, and records its amax."""
     stage = chain.stages[number]
     if not _quantizes_gradient(stage):
@@ -297,7 +312,7 @@ def _quantize_gradient(chain: Chain, number: int, grad: Gradient, state: Delayed
         amax = grad.quantized.rowwise_amax
     else:
         scale = column_of(state.bwd_scale, grad_column(number)) if stage.delayed else None
-        grad, amax = _quantized_gradient(stage, grad, scale)
+        grad, amax = _quantized_gradient(stage, grad, scale, whole)
     if stage.delayed:
         ops.record_amax_(state.bwd_history, amax, grad_column(number), chain.owner)
     return grad
@@ -315,19 +330,17 @@ def _rows_of(stage: Stage, grad: Gradient) -> Operand:
     return Operand(grad.value)
 
 
-def _columns_of(stage: Stage, grad: Gradient, rows: Operand) -> Operand:
-    """The gradient's side of wgrad, of all tokens. rows: its rowwise copy of all tokens."""
-    q, strategy = grad.quantized, ALONE if grad.gathered else stage.strategy
-    if q is None or (strategy.gathers_grad and stage.grad is not None and stage.grad.per_tensor):
-        return transposed(rows)
-    return strategy.before_dgrad(columnwise(q, stage.grad))
+def _columns_of(stage: Stage, grads: list[Gradient]) -> Later | None:
+    """The gradients' side of wgrad, of all tokens, where it is a copy of its own; None: the rows of all tokens can be transposed."""
+    strategy = ALONE if grads[0].gathered else stage.strategy
+    if strategy.gathers_grad and stage.grad is not None and stage.grad.per_tensor:
+        return None
+    copies = [columnwise(grad.quantized, stage.grad) for grad in grads if grad.quantized is not None]
+    return Later(lambda: strategy.begin_columns(copies)) if copies else None
 
 
-def _wgrad(
-    stage: Stage, grads: list[Gradient], rows: list[Operand], operands: list[Operand], dtype: torch.dtype
-) -> Tensor:
-    """The gradient of the weights of all groups, under one another: [groups * N, K]."""
-    columns = [_columns_of(stage, grad, row) for grad, row in zip(grads, rows)]
+def _wgrad(stage: Stage, columns: list[Operand], operands: list[Operand], dtype: torch.dtype) -> Tensor:
+    """The gradient of the weights of all groups, under one another: [groups * N, K]. columns: the gradients' side."""
     operands = [transposed(o) if o.scheme is None else o for o in operands]
     return product(columns, operands, [], dtype, stage.split_wgrad)
 
@@ -339,19 +352,16 @@ def _dgrad(
     rows: list[Operand],
     extra: Tensor | None,
     dtype: torch.dtype,
+    under: Later | None,
 ) -> tuple[Callable[[], Tensor], list[Operand]]:
     """(what gives the gradient of the operands [M, K], the gradients' rowwise copies of all tokens).
 
-    rows: the copies of this rank's tokens. extra: another gradient of the operands of all tokens.
+    rows: the copies of this rank's tokens. extra: another gradient of the operands of all tokens. under: what may travel meanwhile.
     """
     weights = [_dgrad_operand(stage, s, dtype) for s in saved]
-
-    def multiply(rows: list[Operand]) -> Tensor:
-        out = product(rows, weights, [], dtype, stage.split_dgrad, stage.output_parts)
-        return out if extra is None else out + extra
-
+    multiply = Product(weights, dtype, stage.split_dgrad, stage.output_parts, extra)
     strategy = ALONE if grads[0].gathered else stage.strategy
-    return strategy.dgrad(rows, multiply)
+    return strategy.dgrad(rows, multiply) if under is None else strategy.dgrad(rows, multiply, under.begin)
 
 
 def _activation_backward(
@@ -440,12 +450,16 @@ class _ChainFunction(torch.autograd.Function):
             unpack(StageTensors, ctx.needs_input_grad[direct.FIRST :], count),
         )
         found: list[StageGradients] = [StageGradients()] * count
-        grads = [Gradient(part) for part in _parts(dy if dy.is_contiguous() else dy.contiguous(), ctx.splits)]
+        grads = [
+            Gradient(part)
+            for part in _parts(dy if dy.is_contiguous() else dy.contiguous(), _of_output(chain, ctx.splits))
+        ]
         dx: Tensor | None = None
         for start in reversed(range(0, count, groups)):
             members = slice(start, start + groups)
             stage, saved, needs = chain.stages[start], all_saved[members], all_needs[members]
-            grads = [_quantize_gradient(chain, i, grad, state) for i, grad in enumerate(grads, start)]
+            whole = _blocks_cross_ranks(stage, grads)
+            grads = [_quantize_gradient(chain, i, grad, state, whole) for i, grad in enumerate(grads, start)]
             dbias = [_bias_gradient(grad) if need.bias else None for grad, need in zip(grads, needs)]
             add = ctx.accumulators[members] if ctx.accumulators is not None else (None,) * groups
             # Another gradient of all ranks' operands is summed over ranks with the rest.
@@ -500,15 +514,17 @@ def _products_backward(
     The operand of wgrad is gathered under dgrad's product, the input's gradient is summed under wgrad's.
     """
     operands = _begin_wgrad(stage, saved, scales, dtype) if needs_wgrad else None
+    columns = _columns_of(stage, grads) if needs_wgrad else None
     summed, rows = None, [_rows_of(stage, grad) for grad in grads]
     if needs_dgrad:
-        summed, rows = _dgrad(stage, saved, grads, rows, extra, dtype)
-    elif needs_wgrad and not grads[0].gathered:
+        summed, rows = _dgrad(stage, saved, grads, rows, extra, dtype, columns)
+    elif needs_wgrad and columns is None and not grads[0].gathered:
         rows = [stage.strategy.before_dgrad(row) for row in rows]
     dweight: list[Tensor | None] = [None] * len(grads)
     if operands is not None:
         accumulates = accumulators[0] is not None
-        whole = _wgrad(stage, grads, rows, operands(), torch.float32 if accumulates else weight_dtype)
+        sides = [transposed(row) for row in rows] if columns is None else columns()
+        whole = _wgrad(stage, sides, operands(), torch.float32 if accumulates else weight_dtype)
         dweight = list(whole.chunk(len(grads))) if len(grads) > 1 else [whole]
         if accumulates:
             dweight = [add(part) for add, part in zip(accumulators, dweight)]
@@ -548,6 +564,11 @@ def _producer_backward(
 def _parts(x: Tensor, splits: tuple[int, ...] | None) -> list[Tensor]:
     """The rows of each group."""
     return [x] if splits is None else list(x.split(splits))
+
+
+def _of_output(chain: Chain, splits: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """The rows of each group of the chain's output, from those of its input. (Chains of several groups have one stage.)"""
+    return None if splits is None else tuple(map(chain.stages[-1].strategy.output_tokens, splits))
 
 
 def _joined(parts: list[Tensor | None]) -> Tensor | None:

@@ -139,6 +139,11 @@ class LayerNormMLP(QuantizedModule):
         """fc1 by columns of its output, fc2 by rows of its input."""
         return (None, None) if self.parallel.mode is None else ("column", "row")
 
+    @property
+    def overlap_names(self) -> tuple[str, ...]:
+        """As TransformerEngine has them."""
+        return ("fc1", "fc2")
+
     def set_parallel_mode(self) -> None:
         """What the constructor's `set_parallel_mode` asks for, later: whole weights will be split by `set_device_mesh`."""
         if self.parallel.mode is None:

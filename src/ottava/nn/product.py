@@ -6,12 +6,14 @@ with watching(lambda a, b: print(a.scheme, b.scheme)):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ottava.nn.columnwise import LaterTensor
 from ottava.nn.operand import Operand
 
 Look = Callable[[Operand, Operand], None]
@@ -46,6 +48,47 @@ def product(
         x.data, x.scale_inv, x.amax, y.data, y.scale_inv, y.amax,
         str(x.scheme), str(y.scheme), bias, dtype, split_accumulator, parts,
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Product:
+    """One side of a stage's product: what strategies multiply operands by, all of them at once or chunk by chunk."""
+
+    weights: list[Operand]
+    """One for each group."""
+    dtype: torch.dtype
+    """Of the result."""
+    split_accumulator: bool
+    parts: int = 1
+    extra: Tensor | None = None
+    """Added to the product of all tokens. Then it cannot be made in chunks (`cuttable`)."""
+
+    @property
+    def features(self) -> int:
+        """Columns of the result."""
+        return self.weights[0].data.shape[0]
+
+    @property
+    def cuttable(self) -> bool:
+        """Whether some rows of the operands give some rows of the result."""
+        return self.extra is None
+
+    def ready(self) -> Product:
+        """The same for several chunks: weights that every product would make anew are made once."""
+        return replace(self, weights=[made(weight) for weight in self.weights])
+
+    def __call__(self, operands: list[Operand], biases: Sequence[Tensor] = ()) -> Tensor:
+        """[M, features], the groups' rows under one another. biases: one for each group, or none at all."""
+        out = product(operands, self.weights, list(biases), self.dtype, self.split_accumulator, self.parts)
+        return out if self.extra is None else out + self.extra
+
+
+def made(operand: Operand) -> Operand:
+    """`operand` with bytes in memory, if it was to be made by whoever multiplies with it."""
+    if not isinstance(operand.data, LaterTensor):
+        return operand
+    data, scale_inv, amax = operand.data.source.quantize()
+    return operand._replace(data=data, scale_inv=scale_inv, amax=amax)
 
 
 def _grouped_product(
