@@ -457,6 +457,15 @@ def test_a_slice_of_a_mesh_knows_the_whole() -> None:
         torch.distributed.destroy_process_group()
 
 
+def test_reshaped_shares_memory_and_is_no_view() -> None:
+    x = torch.randn(4, 6, requires_grad=True)
+    made = x * 2
+    found = torch_private.reshaped(made, (2, 12))
+    assert found.data_ptr() == made.data_ptr() and not found._is_view() and found.shape == (2, 12)
+    found.sum().backward()
+    assert torch.equal(x.grad, torch.full((4, 6), 2.0))
+
+
 def test_has_multicast_answers_for_a_device() -> None:
     assert torch_private.has_multicast(0) in ((True, False) if torch.cuda.is_available() else (False,))
 
@@ -533,6 +542,7 @@ def test_every_function_is_tested_here() -> None:
         "persistent_buffers",
         "fsdp1_stretches",
         "root_mesh",
+        "reshaped",
         "has_multicast",
         "weak_storage",
         "is_storage_of",

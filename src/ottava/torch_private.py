@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,12 @@ def nobody_intercepts() -> bool:
         or torch._C._is_tracing()
         or torch._C._autograd._profiler_enabled()
     )
+
+
+def reshaped(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """x, contiguous, in another shape: the same memory, but for autograd no view. FSDP2 warns of modules whose outputs are views, which an
+    in-place op would cut off from its hooks."""
+    return torch.ops.aten._unsafe_view(x, shape)
 
 
 def weak_storage(tensor: torch.Tensor) -> StorageWeakRef:
