@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from ottava.train.keeper import Keeper
     from ottava.train.nursery import Child, Nursery
+    from ottava.train.recorder import Report
     from ottava.train.watchdog import FrozenRanks
     from ottava.train.world import Place
 
@@ -84,23 +85,31 @@ def _be_rank(config: Config, place: Place, prepare: Prepare | None) -> int:
     return code
 
 
-def run_rank(config: Config, place: Any, stop: RankSignals | None = None) -> tuple[int, str]:
-    """One rank from beginning to end: (exit code, what is to be said about a failure). stop: what handles signals already."""
+def run_rank(
+    config: Config, place: Any, stop: RankSignals | None = None, report: Report | None = None
+) -> tuple[int, str]:
+    """One rank from beginning to end: (exit code, what is to be said about a failure).
+
+    stop: what handles signals already. report: is told of every step.
+    """
     from ottava.checkpoint import NoUsableCheckpoint
     from ottava.train.loop import train
     from ottava.train.members import Released
+    from ottava.train.rank_log import RankLog
     from ottava.train.watchdog import Watchdog
     from ottava.train.world import World
 
     _prepare(os.environ, config, place.kept)
     try:
         with (
+            RankLog(config.run_folder, place),
             Watchdog(config, place.rank, place.size, stop, place.kept) as watchdog,
             World(place, 4 * config.health.watchdog_s or 1800.0, watchdog.connect) as world,
         ):
-            return train(config, world, stop, watchdog), ""
-    except Released:
-        return exits.DONE, ""
+            try:
+                return train(config, world, stop, watchdog, report), ""
+            except Released:  # there are fewer ranks now, and this is none of them
+                return exits.DONE, ""
     except NoUsableCheckpoint as error:
         return exits.NO_CHECKPOINT, str(error)
     except ValueError as error:
