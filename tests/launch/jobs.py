@@ -30,8 +30,11 @@ LONG = 100_000
 
 
 def config_file(folder: Path, name: str, steps: int = LONG, **sections: Any) -> Path:
-    """A run in folder/name, with a checkpoint every 5 steps. What a step does hangs on nothing that comes later."""
-    sections = {"train": {}, "checkpoint": {}, "schedule": {"kind": "constant"}} | sections
+    """A run in folder/name, with a checkpoint every 5 steps. What a step does hangs on nothing that comes later.
+
+    Deaths are the launcher's to see: nothing is survived in place.
+    """
+    sections = {"train": {}, "checkpoint": {}, "schedule": {"kind": "constant"}, "health": {"restarts": 0}} | sections
     sections["train"] = {"steps": steps, "evaluate_every": 0} | sections["train"]
     sections["checkpoint"] = {"every": 5} | sections["checkpoint"]
     path = folder / f"{name}.toml"

@@ -11,10 +11,11 @@ import pytest
 import torch.distributed as dist
 
 from ottava.checkpoint.errors import RankLost
-from ottava.train import exits, keeper, members
+from ottava.train import exits, keeper, launch, members
 from ottava.train.config import Config, HealthSection, ParallelSection, TrainSection
 from ottava.train.keeper import Keeper, allowed, name_of
 from ottava.train.members import PREFIX, Members, Plan, Released, found, is_lost, newest
+from train.test_launch import Late
 
 
 @pytest.fixture(autouse=True)
@@ -148,6 +149,24 @@ def test_one_who_does_not_come_is_killed(store, monkeypatch):
     assert kept.revive(0, -9)
     kept.tend()
     assert killed == [1]
+
+
+def test_a_generation_that_never_gets_complete_is_given_up(store, monkeypatch):
+    monkeypatch.setattr(keeper, "GIVE_UP_S", 0.3)
+    found(store, 2)
+    met: dict[int, Any] = {}
+    for thread in [come(store, seat, met) for seat in range(2)]:
+        thread.join(20)
+    mine = Late(0.0, 1)  # a rank that dies, and whose successor waits for one on another machine
+    ranks: dict[int, Any] = {0: mine}
+
+    def start(seat: int) -> Any:
+        come(store, 0, met)
+        return Late(60.0, 0)
+
+    kept = Keeper(config(), store, ranks, 2, start, child=True)
+    assert launch.wait_for(ranks, None, kept) == (0, exits.STALLED)
+    assert ranks[0] is not mine and ranks[0].process.exitcode == -9
 
 
 def test_on_fewer_ranks_where_the_plan_allows_it(store):

@@ -26,6 +26,9 @@ from ottava.train.nursery import Child
 
 COME_S = 30.0
 """Seconds that a rank has to come to a new generation."""
+GIVE_UP_S = 75.0
+"""Seconds after which a generation whose ranks are not all there is given up: a machine is gone with its launcher, and whoever has
+started this one has to start again on what is left."""
 TEND_S = 0.2
 ASK_S = 3.0
 """Seconds that the store has to answer: the network may be cut."""
@@ -57,7 +60,9 @@ class Keeper:
         self._store, self._told = dist.PrefixStore(PREFIX, store), dist.PrefixStore(watchdog.PREFIX, store)
         self._ranks, self._start, self._stopping = ranks, start, stopping
         self._generation, self._plan = 0, Plan(tuple(range(seats)))
-        self._since = time.monotonic()  # when the generation was seen first
+        self._since = self._entered = (
+            time.monotonic()
+        )  # when it was seen first; since when those that run have had time to come
         self._complete = True  # the first generation has the time of a start, which the watchdog looks at
         self._deaths, self._furthest = 0, -1
         self._ask_after = 0.0
@@ -112,6 +117,11 @@ class Keeper:
                 rank.kill()
                 self._since = time.monotonic()
 
+    def hopeless(self) -> bool:
+        """Whether the others will not come any more."""
+        waited = time.monotonic() - self._entered
+        return self.on and self._generation > 0 and not self._complete and waited > GIVE_UP_S
+
     def over(self) -> bool:
         """After all ranks here have ended well: whether those of the other launchers have."""
         mine = [seat for seat in self._plan.seats if seat in self._ranks]
@@ -142,7 +152,8 @@ class Keeper:
         return True
 
     def _enter(self, generation: int, plan: Plan) -> None:
-        self._generation, self._plan, self._complete, self._since = generation, plan, False, time.monotonic()
+        self._generation, self._plan, self._complete = generation, plan, False
+        self._since = self._entered = time.monotonic()
 
     def _is_here(self, seat: int) -> bool:
         return self._store.check([f"here/{self._generation}/{seat}"])

@@ -248,6 +248,7 @@ def wait_for(
 
     first: int | None = None
     deadline: float | None = None
+    gave_up = False
     while True:
         tick()
         # Looked at once: who ends after this is waited for below, and seen the next time.
@@ -275,6 +276,10 @@ def wait_for(
                     _leave_behind([ranks[seat] for seat in stuck], exits.STALLED)
             if keeper is not None:
                 keeper.tend()
+                if keeper.hopeless():
+                    tell("ottava train: not all ranks have come to the others: a machine is gone. Ending.")
+                    first, deadline = next(iter(ranks)), time.monotonic()
+                    gave_up = True
         elif left <= 0:
             for process in running:
                 process.kill()
@@ -283,7 +288,7 @@ def wait_for(
         pauses = [one.pause for one in (frozen, keeper) if one is not None and one.pause is not None]
         pause = min(pauses, default=None) if left is None else max(left, 0.1)
         wait([process.sentinel for process in running], timeout=pause)
-    return _verdict(first, codes)
+    return (first, exits.STALLED) if gave_up and first is not None else _verdict(first, codes)
 
 
 def _codes(ranks: Mapping[int, Any], frozen: FrozenRanks | None, keeper: Keeper | None) -> dict[int, int | None]:
