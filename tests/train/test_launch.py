@@ -97,6 +97,16 @@ def test_a_failed_rank_is_seen_however_late_its_exit_code_comes(monkeypatch):
     assert ranks[0].process.exitcode == -signal.SIGKILL
 
 
+def test_a_launcher_that_waits_for_a_cut_network_is_ended_later():
+    waits = subprocess.Popen(
+        [sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, lambda *_: None); time.sleep(60)"]
+    )
+    ends = subprocess.Popen([sys.executable, "-c", "pass"])
+    for process in (waits, ends):
+        launch.end_later(process.pid, 1.0)
+    assert waits.wait(timeout=50) == -signal.SIGKILL and ends.wait(timeout=50) in (0, -signal.SIGTERM)
+
+
 def by_step(found: list[dict[str, Any]]) -> dict[int, tuple[Any, ...]]:
     return {line["step"]: tuple(line[key] for key in EXACT) for line in found}
 

@@ -77,6 +77,11 @@ class Keeper:
         return None if not self.on or (alone and self._complete) else TEND_S
 
     @property
+    def cut_off(self) -> bool:
+        """Whether the store did not answer when it was asked last."""
+        return self._ask_after > 0.0
+
+    @property
     def on(self) -> bool:
         """Whether deaths are survived at all."""
         return self._section.restarts > 0
@@ -196,6 +201,8 @@ class Keeper:
         answer: list[T] = []
         if not watchdog.within(ASK_S, lambda: answer.append(question()), quiet=True):
             self._ask_after = time.monotonic() + ASK_S
+            return None
+        self._ask_after = 0.0
         return answer[0] if answer else None
 
 

@@ -38,6 +38,8 @@ GRACE_S = 15.0
 """Ranks get this long to end by themselves after one has failed: the others may wait for it in a collective."""
 STALLED_GRACE_S = 8.0
 """The same when a watchdog has ended one: the others' have looked at the same clock."""
+PARENT_S = 6.0
+"""torchrun gets this long to end after its ranks, where the network is cut."""
 IMPORTED = ("ottava.train.loop", "ottava.checkpoint.directory", "torch._dynamo", "numpy.ma", "numpy.random")
 """Once for all ranks: the loop, and what its first step imports."""
 Prepare = Callable[[int], None]
@@ -170,7 +172,7 @@ class Launcher:
         self._signals = LauncherSignals(self.ranks.values(), speaks=0 in self._places)
         self._frozen = FrozenRanks(config.health, store, list(self._places))
         self._keeper = Keeper(config, store, self.ranks, size, self._restart, lambda: self._signals.requested, child)
-        self._parent = os.getppid() if child else None
+        self._child, self._parent = child, os.getppid() if child else None
 
     def run(self) -> int:
         """Until all ranks have ended. The exit code of the run."""
@@ -186,6 +188,9 @@ class Launcher:
             texts = {seat: path.read_text(encoding="utf-8") for seat, path in files.items() if path.is_file()}
             say(_report(first, code, texts), sys.stderr)
         settle()
+        if self._child and code == exits.STALLED and self._keeper.cut_off:
+            end_later(os.getppid(), PARENT_S)
+            os._exit(code)  # threads that wait for the store would hold this process up
         return code
 
     def _restart(self, seat: int) -> Child:
@@ -206,6 +211,19 @@ class Launcher:
             self._parent = None
             tell("ottava train: the launcher is gone: saving.")
             os.kill(os.getpid(), signal.SIGHUP)  # as a terminal does it
+
+
+def end_later(process: int, seconds: float) -> None:
+    """Ends another process, if it has not ended by itself by then: torchrun waits for its store too, and longer than a scheduler should."""
+    handle = os.pidfd_open(process)
+    if os.fork():
+        return
+    os.setsid()
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if not wait([handle], timeout=seconds):
+            signal.pidfd_send_signal(handle, number)
+            seconds = min(seconds, 3.0)
+    os._exit(0)
 
 
 def _rank(config: Config, place: Place, folder: str, launcher: int, prepare: Prepare | None) -> None:
