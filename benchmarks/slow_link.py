@@ -26,9 +26,13 @@ ADDRESSES = ("10.9.0.1", "10.9.0.2")
 CARDS = ("slow0", "slow1")
 _INSIDE = "OTTAVA_SLOW_LINK"  # of the environment: this process has a namespace of its own already
 _TOOLS = ("unshare", "nsenter", "setpriv", "ip", "tc")
-# A bucket of 256 kB lets a burst through and no more; 400 ms of queue is enough that TCP never sees a loss at these rates.
-_BUCKET = ("burst", "256kb", "latency", "400ms")
-_WINDOWS = "4096 16777216 16777216"  # bytes of TCP's buffers: smallest, first, largest
+# A bucket of 256 kB lets a burst through and no more; 2 s of queue hold what two collectives send, so that TCP never sees a loss.
+_BUCKET = ("burst", "256kb", "latency", "2s")
+_SETTINGS = {
+    "tcp_wmem": "4096 16777216 16777216",  # bytes of TCP's buffers: smallest, first, largest
+    "tcp_rmem": "4096 16777216 16777216",
+    "tcp_slow_start_after_idle": "0",  # a product between two messages is no reason to begin slowly again
+}
 
 
 def _unshare() -> list[str]:
@@ -79,8 +83,8 @@ class SlowLink:
             self._do(side, "ip", "addr", "add", f"{address}/24", "dev", card)
             self._do(side, "ip", "link", "set", card, "up")
             self._do(side, "ip", "link", "set", "lo", "up")
-            for name in ("tcp_wmem", "tcp_rmem"):
-                self._do(side, "sh", "-c", f"echo {_WINDOWS} > /proc/sys/net/ipv4/{name}")
+            for name, value in _SETTINGS.items():
+                self._do(side, "sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{name}")
         self.limit(self.megabits)
         return self
 

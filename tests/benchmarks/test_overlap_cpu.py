@@ -59,6 +59,21 @@ def test_training_has_the_losses_of_training_without_overlap(parts: dict[str, di
     assert found["communication_s"] > 0 and found["hidden_share"] == 1 - found["exposed_s"] / found["communication_s"]
 
 
+def test_figures_become_a_table(parts: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    from ottava.bench.tables import from_file
+
+    about = {
+        "benchmark": "overlap_cpu",
+        "command": "x",
+        "date": "2026-01-01",
+        "machine": {"device": "a CPU", "torch": "2.13"},
+    }
+    path = tmp_path / "overlap-cpu-x.json"
+    path.write_text(json.dumps({**about, "methods": parts["methods"], "training": parts["training"]}))
+    page = from_file(path, tmp_path)
+    assert "| ring: fc1 forward, all-gather |" in page and 'Training two layers, `overlap="pipeline"`' in page
+
+
 @pytest.mark.parametrize(
     ("method", "ratio", "communication", "wrong"),
     [

@@ -161,7 +161,7 @@ def measure(options: argparse.Namespace, sweep: list[int], device: torch.device)
             f"{setting.size} ranks, {options.shape}, {options.tokens} tokens, {options.recipe}, {options.method}, {carrier.name}; ms\n"
         )
         _say(
-            f"{'':14}{'collective':24}{'method':10}"
+            f"{'':14}{'collective':29}{'method':10}"
             + "".join(f"{name.removesuffix('_ms'):>15}" for name in COLUMNS)
             + f"{'hidden':>8}  chosen"
         )
@@ -210,10 +210,15 @@ def check(case: Case) -> float:
     return worst
 
 
+def meet() -> None:
+    """Returns when all ranks are here. Over gloo, whatever carries tensors of a GPU."""
+    dist.all_reduce(torch.zeros(1))
+
+
 def slowest(work: Callable[[], Any], device: torch.device) -> float:
     """Milliseconds of one call that all ranks begin together: of the rank that ends last."""
     timing.wait()
-    dist.barrier()
+    meet()
     begin = time.perf_counter()
     work()
     timing.wait()
@@ -261,7 +266,7 @@ def _row(case: Case, repeats: int, device: torch.device) -> dict[str, Any]:
         row["chosen"] = case.method  # a product that is not cut costs nothing
     cells = "".join(f"{row[name]:15.3f}" if name in row else f"{'-':>15}" for name in COLUMNS)
     share = f"{row['hidden_share']:8.0%}" if "hidden_share" in row else f"{'-':>8}"
-    _say(f"{case.name:14}{case.collective:24}{case.method:10}{cells}{share}  {row.get('chosen', '-')}")
+    _say(f"{case.name:14}{case.collective:29}{case.method:10}{cells}{share}  {row.get('chosen', '-')}")
     return row
 
 
@@ -293,7 +298,7 @@ def _trace(setting: Setting, path: Path) -> None:
     with profile(activities=kinds) as seen:
         for case in cases(setting):
             if case.overlapped is not None:
-                dist.barrier()
+                meet()
                 with record_function(f"{case.name}: {case.collective}, {case.method}"):
                     case.overlapped()
                     timing.wait()

@@ -234,9 +234,17 @@ def _column(stage: Stage, direction: str) -> Case:
         return [*_data(arriving()), y]
 
     sent = stage.gathered_bytes(columns) + (stage.scattered_bytes(whole) if pipelined else 0)
+    choice = crossing_at = None
+    if pipelined:
+        choice = stage.chooser().choose_scatter([rows], whole.shape[1], whole.dtype, dgrad=True)
+        if not choice.overlaps:  # the sum goes under wgrad then
+            choice = replace(choice, method="bulk")
+        sizes = Sizes(whole.shape[0], _contraction(rows), whole.shape[1], whole.nbytes, rows.scheme is not None)
+        crossing_at = _crossing("scatter", stage, sizes)
     return Case(
         stage.name, "dgrad", "all-gather + reduce-scatter" if pipelined else "all-gather", "pipeline" if pipelined else "bulk",
         lambda: stage.dgrad([rows]), lambda: (stage.gather(columns), pipelined and stage.scatter(whole)), sequential, overlapped, sent,
+        choice, crossing_at,
     )  # fmt: skip
 
 

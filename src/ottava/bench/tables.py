@@ -124,8 +124,26 @@ def overlap(document: dict[str, Any]) -> str:
     return _markdown(head, rows)
 
 
+def overlap_cpu(document: dict[str, Any]) -> str:
+    """Of benchmarks/overlap_cpu.py."""
+    times = ("communication_ms", "gemm_ms", "sequential_ms", "overlapped_ms")
+    rows = [
+        [name, *(f"{row[key]:.0f}" for key in times), f"{row['ratio']:.2f}"]
+        for name, row in document["methods"]["rows"].items()
+    ]
+    head = ["", "collective ms", "GEMM ms", "one after the other", "overlapped", "overlapped / sequential"]
+    run = document["training"]
+    before, after = (f"{run['step_s'][name]:.2f} s" for name in ("none", run["overlap"]))
+    trained = (
+        f'Training two layers, `overlap="{run["overlap"]}"`: a step takes {after} instead of {before}, and '
+        f"{run['hidden_share']:.0%} of {run['communication_s']:.2f} s of communication is hidden."
+    )
+    return f"{_markdown(head, rows)}\n\n{trained}"
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "layer": layer, "step": step, "kernels": kernels, "gemm": gemm, "attention": attention, "overlap": overlap,
+    "overlap_cpu": overlap_cpu,
 }  # fmt: skip
 
 

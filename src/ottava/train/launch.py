@@ -24,6 +24,7 @@ from ottava.train.console import say, settle, tell
 from ottava.train.signals import LauncherSignals, RankSignals, held_back, let_through
 
 if TYPE_CHECKING:
+    from ottava.train.recorder import Report
     from ottava.train.watchdog import FrozenRanks
 
 GRACE_S = 15.0
@@ -53,20 +54,27 @@ def launch(config: Config) -> int:
     return _start(config, local_ranks(config.parallel.ranks))
 
 
-def run_rank(config: Config, place: Any, stop: RankSignals | None = None) -> tuple[int, str]:
-    """One rank from beginning to end: (exit code, what is to be said about a failure). stop: what handles signals already."""
+def run_rank(
+    config: Config, place: Any, stop: RankSignals | None = None, report: Report | None = None
+) -> tuple[int, str]:
+    """One rank from beginning to end: (exit code, what is to be said about a failure).
+
+    stop: what handles signals already. report: is told of every step.
+    """
     from ottava.checkpoint import NoUsableCheckpoint
     from ottava.train.loop import train
+    from ottava.train.rank_log import RankLog
     from ottava.train.watchdog import Watchdog
     from ottava.train.world import World
 
     _prepare(os.environ, config)
     try:
         with (
+            RankLog(config.run_folder, place),
             Watchdog(config, place.rank, place.size, stop) as watchdog,
             World(place, 4 * config.health.watchdog_s or 1800.0, watchdog.connect) as world,
         ):
-            return train(config, world, stop, watchdog), ""
+            return train(config, world, stop, watchdog, report), ""
     except NoUsableCheckpoint as error:
         return exits.NO_CHECKPOINT, str(error)
     except ValueError as error:

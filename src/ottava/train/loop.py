@@ -34,7 +34,7 @@ from ottava.train.metrics import read_metrics
 from ottava.train.microbatch_graph import microbatch_graphs
 from ottava.train.model import DistributedModel
 from ottava.train.optimizer import Numbers, clip_gradients, make_optimizer, set_lr
-from ottava.train.recorder import Recorder
+from ottava.train.recorder import Recorder, Report
 from ottava.train.sample import generate
 from ottava.train.saves import Saves
 from ottava.train.schedule import lr_fraction
@@ -46,10 +46,16 @@ from ottava.train.watchdog import Watchdog
 from ottava.train.world import World
 
 
-def train(config: Config, world: World, stop: RankSignals | None = None, watchdog: Watchdog | None = None) -> int:
+def train(
+    config: Config,
+    world: World,
+    stop: RankSignals | None = None,
+    watchdog: Watchdog | None = None,
+    report: Report | None = None,
+) -> int:
     """Trains until the end, a signal or a failure; returns the exit code. Every rank calls it.
 
-    stop, watchdog: what handles signals and watches already.
+    stop, watchdog: what handles signals and watches already. report: is told of every step, in every rank.
 
     >>> with World(place, timeout=600.0) as world:
     ...     sys.exit(train(config, world))
@@ -57,7 +63,7 @@ def train(config: Config, world: World, stop: RankSignals | None = None, watchdo
     if config.train.deterministic:
         torch.use_deterministic_algorithms(True)
     with ExitStack() as resources:
-        loop = Loop(config, world, resources, stop, watchdog)
+        loop = Loop(config, world, resources, stop, watchdog, report)
         try:
             code = loop.run()
         except (NonFinite, NotSaved) as error:
@@ -107,6 +113,7 @@ class Loop:
         resources: ExitStack,
         stop: RankSignals | None = None,
         watchdog: Watchdog | None = None,
+        report: Report | None = None,
     ) -> None:
         self.config, self.world = config, world
         lock = RunLock(config.run_folder)
@@ -133,7 +140,7 @@ class Loop:
         self.clock, self.health = Clock(world.device), Health(config.health)
         self.fp8 = Fp8Health(config, self.model, world)
         self.graphs = microbatch_graphs(config, self.model, world)
-        self.recorder = Recorder(config, world, self.model, self.done)
+        self.recorder = Recorder(config, world, self.model, self.done, report)
         resources.callback(self.recorder.close)
         self.saves = Saves(config.checkpoint, self.state, self.recorder)
         self._back_at: int | None = None  # the step that the run was last rolled back to
@@ -167,8 +174,8 @@ class Loop:
         step = self.done
         lr = self.config.optimizer.lr * lr_fraction(self.config.schedule, step, self.config.train.steps)
         set_lr(self.optimizer, lr)
-        waited = comm_wait_hook(lambda kind: self.clock("communication", kind))
-        with self.fp8.sample_operands(step), waited, measuring(waits=False) as meter:
+        waited, looks = comm_wait_hook(lambda kind: self.clock("communication", kind)), self.recorder.watch.look(step)
+        with self.fp8.sample_operands(step), waited, looks, measuring(waits=False) as meter:
             found = self._backward(step)
         found.lr = lr
         if found.clipped is None:  # the GPU goes on with this one while the host learns of the one before

@@ -95,6 +95,10 @@ class World:
         """The largest of all ranks, element by element."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
+    def gather(self, value: float) -> list[float]:
+        """Every rank's number, in order of rank."""
+        return self.sum([value if rank == self.rank else 0.0 for rank in range(self.size)])
+
     def share(self, value: Any) -> Any:
         """What the leading rank has."""
         return exchange.broadcast(value)  # on the CPU, so over gloo
