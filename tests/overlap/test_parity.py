@@ -60,7 +60,7 @@ def test_every_kind_of_scales_on_four_ranks(four: Ranks, kind: str, method: str)
 def test_experts_whose_tokens_are_spread(two: Ranks, method: str) -> None:
     """Blocks are filled by one group and not by the other."""
     kinds = ("grouped column", "grouped row")
-    check(two, [Case(kind, recipe, method, tokens=512) for kind in kinds for recipe in KINDS_OF_SCALES])
+    check(two, [Case(kind, recipe, method, tokens=1024) for kind in kinds for recipe in KINDS_OF_SCALES])
 
 
 @pytest.mark.parametrize("recipe", ["none", "block"])
