@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ottava.train import loop, state, trust
+from ottava.guard.state import StateWatch
+from ottava.train import loop, state
 from ottava.train.config import (
     CheckpointSection,
     Config,
@@ -100,8 +101,9 @@ def train(
         return found
 
     loop.Loop._backward = watched  # type: ignore[method-assign]
+    sight = state.non_finite, loop.NumberGuard.holds, StateWatch.glance, StateWatch.findings
     if (-1, "blind") in faults:  # from the beginning
-        state.non_finite = lambda _: []  # type: ignore[assignment]
+        _blind()
     count = loop.Loop._count
 
     def noted(self: loop.Loop, batch: loop.Batch) -> float:
@@ -120,7 +122,7 @@ def train(
     finally:
         seen.close()
         loop.Loop._backward, loop.Loop._count = plain, count  # type: ignore[method-assign]
-        state.non_finite = trust.non_finite
+        state.non_finite, loop.NumberGuard.holds, StateWatch.glance, StateWatch.findings = sight  # type: ignore[method-assign]
 
 
 def fault(running: loop.Loop, kind: str) -> None:
@@ -129,8 +131,8 @@ def fault(running: loop.Loop, kind: str) -> None:
         _, parameter = list(running.model.module.named_parameters())[-1]
         with torch.no_grad():
             parameter.to_local().view(-1)[0] = float(kind)  # type: ignore[attr-defined]
-    elif kind == "blind":  # as a release that looks at no numbers
-        state.non_finite = lambda _: []  # type: ignore[assignment]
+    elif kind == "blind":
+        _blind()
     elif kind == "signal":
         running.stop.number = signal.SIGTERM
     elif kind.startswith("full disk"):
@@ -150,6 +152,14 @@ def fault(running: loop.Loop, kind: str) -> None:
         with running.data.sources[0].file.path.open("r+b") as file:
             file.seek(4096)
             file.write(b"\1\0" * 4096)
+
+
+def _blind() -> None:
+    """As a release that looks at no numbers."""
+    state.non_finite = lambda _: []  # type: ignore[assignment]
+    loop.NumberGuard.holds = lambda self, done: []  # type: ignore[method-assign]
+    StateWatch.glance = lambda self, device: torch.zeros((), dtype=torch.float64)  # type: ignore[method-assign]
+    StateWatch.findings = lambda self: []  # type: ignore[method-assign]
 
 
 def lines(config: Config) -> list[dict[str, Any]]:

@@ -19,6 +19,15 @@ def _raise(amax_ptr, amax):
 
 
 @triton.jit
+def _count(bad_ptr, v):
+    """*bad_ptr += how many of v are NaN or infinite: those whose exponent is all ones."""
+    bad = (v.to(tl.int32, bitcast=True) & 0x7F800000) == 0x7F800000
+    count = tl.sum(bad.to(tl.int32))
+    if count > 0:
+        tl.atomic_add(bad_ptr, count)
+
+
+@triton.jit
 def _scale_of(amax, FP8_MAX: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr, INF_VALUE: tl.constexpr):
     """The twin of `scaling.scale_from_amax`."""
     if EPSILON > 0:
@@ -115,7 +124,7 @@ def _load(pointers, mask, EVEN: tl.constexpr):
 
 @triton.jit
 def _consume(
-    v, row0, col0, col_end, M, K, col_stride, scale,
+    v, row0, col0, col_end, M, K, col_stride, scale, bad_ptr,
     row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, sum_ptr, values_ptr,
     KIND: tl.constexpr, E5M2: tl.constexpr, FP8_MAX: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     INF_VALUE: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, AMAX: tl.constexpr, SUM: tl.constexpr,
@@ -134,6 +143,8 @@ def _consume(
         v = v.to(DTYPE).to(tl.float32)
     if AMAX == "rounded":
         _raise(amax_ptr, tl.max(tl.abs(v)))
+    if (KIND != "values") & (KIND != "none"):
+        _count(bad_ptr, v)
     if SUM:
         tl.store(sum_ptr + (row0 // BM).to(tl.int64) * K + col0 + c, tl.sum(v, axis=0), mask=col0 + c < col_end)
     if KIND == "values":
@@ -200,7 +211,7 @@ def _consume(
 @triton.jit
 def tile_kernel(
     x_ptr, dy_ptr, gamma_ptr, beta_ptr, mean_ptr, rstd_ptr, x_stride, dy_stride,
-    scale_ptr, amax_in_ptr,
+    scale_ptr, amax_in_ptr, bad_ptr,
     row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, sum_ptr, values_ptr,
     M, K, col_stride,
     PRODUCER: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BETA: tl.constexpr, CENTER: tl.constexpr,
@@ -253,7 +264,7 @@ def tile_kernel(
             up = _load(x_at + K, mask, EVEN)
             v = (dy * up) * derivative(x, ACT)
             _consume(
-                dy * activate(x, ACT), row0, col0 + K, 2 * K, M, 2 * K, col_stride, scale,
+                dy * activate(x, ACT), row0, col0 + K, 2 * K, M, 2 * K, col_stride, scale, bad_ptr,
                 row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, sum_ptr, values_ptr,
                 KIND, E5M2, FP8_MAX, EPSILON, POWER_OF_TWO, INF_VALUE, ROWWISE, COLUMNWISE, AMAX, SUM, ROUND, DTYPE, EVEN, BM, BK,
             )  # fmt: skip
@@ -264,7 +275,7 @@ def tile_kernel(
 
     WIDTH = 2 * K if (PRODUCER == "activation_backward") & GATED else K
     _consume(
-        v, row0, col0, K, M, WIDTH, col_stride, scale,
+        v, row0, col0, K, M, WIDTH, col_stride, scale, bad_ptr,
         row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, sum_ptr, values_ptr,
         KIND, E5M2, FP8_MAX, EPSILON, POWER_OF_TWO, INF_VALUE, ROWWISE, COLUMNWISE, AMAX, SUM, ROUND, DTYPE, EVEN, BM, BK,
     )  # fmt: skip

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ottava.kernels import tally
 from ottava.kernels.registry import plain_functions
 from ottava.nn.operand import Operand
-from ottava.nn.stage import Chain, DelayedTensors, Saved, Stage, StageTensors, grad_column, input_column
+from ottava.nn.stage import Chain, DelayedTensors, Saved, Stage, StageTensors, count_into, grad_column, input_column
 from ottava.nn.strategy import ALONE
 from ottava.quant.weight import gradient_dtype
 
@@ -42,6 +43,7 @@ def forward(ctx: Any, chain: Chain, accumulators: Any, keep: bool, h: Tensor, fl
     ops = plain_functions(h)
     saved: list[Any] = []
     dtypes = []
+    slots = chain.tally
     for number, stage in enumerate(chain.stages):
         gamma, beta, weight, bias, *copies = flat[WIDTH * number : WIDTH * (number + 1)]
         row, row_scale, row_amax = copies[:3]
@@ -56,6 +58,8 @@ def forward(ctx: Any, chain: Chain, accumulators: Any, keep: bool, h: Tensor, fl
         if stage.delayed:
             place = input_column(number)
             scale = fwd_scale[place : place + 1]
+        if slots:
+            tally.slot = slots + 3 * number
         if stage.norm is not None:
             norm, amax = stage.norm, None
             wants_amax = scale is None and stage.input.per_tensor  # type: ignore[union-attr]
@@ -117,6 +121,7 @@ def backward(ctx: Any, dy: Tensor, dgrad_operand: Callable[[Stage, Saved, torch.
         stage, at = chain.stages[number], WIDTH * number
         saved = Saved._make(kept[KEPT * number : KEPT * (number + 1)])
         if quantized is None and stage.texts is not None:
+            count_into(chain, number, 2)
             quantized = ops.quantize(value, stage.texts.grad, _scale(ctx, number), None, True, True)
         if stage.delayed:
             ops.record_amax_(ctx.bwd_history, quantized[4], grad_column(number), chain.owner)
@@ -142,6 +147,7 @@ def backward(ctx: Any, dy: Tensor, dgrad_operand: Callable[[Stage, Saved, torch.
         elif stage.activation is not None:
             before, needs_bias = chain.stages[number - 1], bool(needs[FIRST + at - WIDTH + BIAS])
             scale = _scale(ctx, number - 1)
+            count_into(chain, number - 1, 2)
             *quantized, sums = ops.activation_backward_quantize(
                 dx, saved.h, stage.activation, before.texts.fused_grad, scale, None, True, True, needs_bias
             )

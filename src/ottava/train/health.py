@@ -33,9 +33,12 @@ class Health:
         self._failed_at = 0  # the last step that was not finite
         self._recent: deque[float] = deque(maxlen=section.spike_window)
 
-    def judge(self, step: int, loss: float, grad_norm: float) -> Verdict:
-        """What to do after the backward pass of `step`. Raises NonFinite where it is over."""
-        if math.isfinite(loss) and math.isfinite(grad_norm):
+    def judge(self, step: int, loss: float, grad_norm: float, bad: float = 0.0) -> Verdict:
+        """What to do after the backward pass of `step`. Raises NonFinite where it is over.
+
+        bad: numbers that are wrong though loss and norm are finite; FP8 saturates what is infinite.
+        """
+        if math.isfinite(loss) and math.isfinite(grad_norm) and not bad:
             self._in_a_row = 0
             if step > self._failed_at:
                 self.rollbacks = 0
@@ -46,7 +49,9 @@ class Health:
             return "skip"
         self.check_rollbacks(
             step,
-            f"Step {step}: loss {loss}, gradient norm {grad_norm}, after {self._in_a_row - 1} skipped steps in a row and",
+            f"Step {step}: loss {loss}, gradient norm {grad_norm}"
+            + (f", {bad:.0f} numbers that are not finite or not plausible" if bad else "")
+            + f", after {self._in_a_row - 1} skipped steps in a row and",
         )
         return "roll back"
 

@@ -7,7 +7,8 @@ metrics. Between steps, when the state is whole: evaluation, a sample, a checkpo
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 
 from ottava.distributed.gradients import gradient_sync
 from ottava.distributed.waits import comm_wait_hook
+from ottava.guard.finding import Finding
 from ottava.optimizers import FusedAdam
 from ottava.train import exits, run_folder
 from ottava.train.clock import Clock
@@ -32,6 +34,7 @@ from ottava.train.lock import RunLock
 from ottava.train.metrics import read_metrics
 from ottava.train.microbatch_graph import microbatch_graphs
 from ottava.train.model import DistributedModel
+from ottava.train.numbers import NumberGuard
 from ottava.train.optimizer import Numbers, clip_gradients, make_optimizer, set_lr
 from ottava.train.recorder import Recorder
 from ottava.train.sample import generate
@@ -74,7 +77,15 @@ class Step:
     stop: bool
     """Whether any rank was asked to stop."""
     clipped: dict[str, Any] | None
-    """What `optimizer.step` is told of it. None: the step was made, if loss and norm are finite."""
+    """What `optimizer.step` is told of it. None: the step was made, if loss and norm are finite and nothing is bad."""
+    bad: float
+    """Numbers that are wrong though loss and norm may be finite: operands that are not finite, state that is not plausible."""
+    counts: list[float]
+    """Of this rank, by slot of the tally."""
+    again: Callable[[], Any]
+    """Forward and backward of the whole step once more, without a trace."""
+    wrong: list[Finding]
+    """What a replay has found."""
 
 
 class Loop:
@@ -112,6 +123,7 @@ class Loop:
         self.done = self._resume()
         self.clock, self.health = Clock(world.device), Health(config.health)
         self.fp8 = Fp8Health(config, self.model, world)
+        self.guard = NumberGuard(config, self.model, self.optimizer, world)
         self.graphs = microbatch_graphs(config, self.model, world)
         self.recorder = Recorder(config, world, self.model, self.done)
         resources.callback(self.recorder.close)
@@ -128,7 +140,7 @@ class Loop:
         config = self.config.train
         if self.world.sum([float(self.stop.requested)])[0]:
             return exits.STOPPED  # before the first step: there is nothing to save
-        while self.done < config.steps:
+        while self.done < config.steps or not self._save(last=True):
             self.clock.restart()
             if self.saves.due(self.done) and self.health.trusted and not self._save():
                 continue  # rolled back
@@ -138,8 +150,6 @@ class Loop:
             if found.stop:
                 self._save_and_stop()
                 return exits.STOPPED
-        self._begin_save()
-        self.saves.last(self.done)
         return exits.DONE
 
     def _step(self) -> Step | None:
@@ -150,9 +160,18 @@ class Loop:
         with self.fp8.sample_operands(step), comm_wait_hook(lambda: self.clock("communication")):
             found = self._backward(step)
         event = None
-        verdict = self.health.judge(step + 1, found.loss, found.grad_norm)
+        if found.wrong:
+            self._distrust(step + 1, found.wrong)
+            return None
+        verdict = self.health.judge(step + 1, found.loss, found.grad_norm, found.bad)
+        if verdict != "fine":
+            wrong = self.guard.investigate(step, found.counts, found.again)
+            if any(finding.state for finding in wrong):
+                self._distrust(step + 1, wrong)
+                return None
+            event = self._tell_bad_step(step + 1, found, wrong)
         if verdict == "roll back":
-            self._roll_back(step + 1)
+            self._roll_back(step + 1, f"not finite{_named(wrong)}")
             return None
         if verdict == "fine":
             if found.clipped is not None:
@@ -161,10 +180,9 @@ class Loop:
                     self.optimizer.step(**found.clipped)
             if self.health.spike(found.loss):
                 event = "loss spike"
-        else:
-            event = "skipped: non-finite loss" if not math.isfinite(found.loss) else "skipped: non-finite gradient"
         self.optimizer.zero_grad()
         self.done = step + 1
+        self.guard.seal(self.done)
         span = self.clock.stop()
         validation = self._look_at_the_model()
         self.recorder.keep(self.done, found.loss, found.grad_norm, lr, span, validation, event)
@@ -172,35 +190,51 @@ class Loop:
 
     def _backward(self, step: int) -> Step:
         """Gradients of the global batch of `step`, clipped, or to be clipped by the optimizer."""
-        config, model, device = self.config.train, self.model, self.world.device
+        config, model = self.config.train, self.model
         self.watchdog.beat(step, "data")
         with self.clock("data"):
-            batch = next(self.batches).to(device)
+            batch = next(self.batches).to(self.world.device)
         model.seed_step(step)
         parts = batch.split(config.micro_batch)
         # Data-parallel ranks average gradients; the mean wanted is that over the tokens of the global batch.
         tokens = self._count(batch)
         weight = model.meshes.dp_size / tokens
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        if self.graphs is not None:
-            self.graphs.begin(parts, weight, eager=self.fp8.looks_at(step))
-        for i, part in enumerate(parts):
-            first = None if len(parts) == 1 or config.compile else i == 0
-            with gradient_sync(model.module, i == len(parts) - 1, model.keep_gathered):
-                total += self._microbatch(step, part, weight, first)
+        self.guard.begin()
+        total = self._accumulate(step, parts, weight)
         self.recorder.write()  # the step before; a GPU has its hands full now
+        wrong = self.guard.replay(step, lambda: self._accumulate(step, parts, weight, again=1))
         with self.clock("optimizer"):
             norm, clipped = clip_gradients(model.module, self.optimizer, self.config.optimizer.clip)
-            numbers, options = Numbers(total, norm), None if self._steps_ahead else clipped
+            reading = self.guard.reading()
+            numbers, options = Numbers(total, norm, reading), None if self._steps_ahead else clipped
             if options is None:
                 make_step: Any = self.optimizer.step
-                finite = torch.isfinite(norm) & torch.isfinite(total)
+                finite = torch.isfinite(norm) & torch.isfinite(total) & (reading.sum() == 0) & (not wrong)
                 make_step(grad_scale=torch.where(finite, clipped["grad_scale"], math.nan))
         self.watchdog.beat(step, "agreement")
-        loss, grad_norm = numbers.read()
-        loss_sum, stops = self.world.sum([loss, float(self.stop.requested)])
+        loss, grad_norm, *counts = numbers.read()
+        loss_sum, stops, bad = self.world.sum([loss, float(self.stop.requested), sum(counts)])
         replicas = self.world.size / model.meshes.dp_size  # tp ranks have the same tokens, each a loss of them
-        return Step(loss_sum / replicas / tokens, grad_norm, stops > 0, options)
+        again = partial(self._accumulate, step, parts, weight, again=len(parts))
+        return Step(loss_sum / replicas / tokens, grad_norm, stops > 0, options, bad, counts[1:], again, wrong)
+
+    def _accumulate(self, step: int, parts: list[Batch], weight: float, again: int = 0) -> torch.Tensor:
+        """Gradients of all microbatches; returns the summed loss. again: of the first ones, as they were computed before."""
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        if again:
+            self.optimizer.zero_grad()
+            self.model.seed_step(step)
+        if self.graphs is not None:
+            self.graphs.begin(parts, weight, eager=bool(again) or self.fp8.looks_at(step) or self.guard.due(step))
+        last = (again or len(parts)) - 1
+        for i, part in enumerate(parts[: last + 1]):
+            first = None if len(parts) == 1 or self.config.train.compile else i == 0
+            with (
+                gradient_sync(self.model.module, i == last, self.model.keep_gathered),
+                nullcontext() if again else self.guard.recording(step, i),
+            ):
+                total += self._microbatch(step, part, weight, first)
+        return total
 
     @property
     def _steps_ahead(self) -> bool:
@@ -245,12 +279,15 @@ class Loop:
         self.recorder.write()
         self.world.on_rank0(self.data.check_unchanged)
 
-    def _save(self) -> bool:
-        """A checkpoint. False if the weights were not finite, and the run went back to one where they are."""
+    def _save(self, last: bool = False) -> bool:
+        """A checkpoint. False if the state is not to be trusted, and the run went back to one where it is. last: committed after this."""
         self._begin_save()
         try:
+            if wrong := self.guard.holds(self.done):
+                self._distrust(self.done, wrong)
+                return False
             with self.clock("checkpoint"):
-                self.saves.save(self.done)
+                (self.saves.last if last else self.saves.save)(self.done)
         except NonFinite as error:
             self.say(f"ottava train: {error}")
             self.health.check_rollbacks(self.done, str(error))
@@ -266,6 +303,9 @@ class Loop:
                 raise NonFinite(
                     f"Step {self.done} is not saved: it was skipped, because loss or gradients are not finite."
                 )
+            if wrong := self.guard.holds(self.done):
+                self._tell(self.done, "found", wrong)
+                raise NonFinite(f"Step {self.done} is not saved: {wrong[0].text}.")
             self.saves.last(self.done)
         except NonFinite as error:
             self.say(f"ottava train: {error} The newest checkpoint is of step {self.state.checkpoints.last_saved}.")
@@ -303,8 +343,41 @@ class Loop:
             )
         return config.sample_prompt + tokenizer.decode(tokens)
 
-    def _roll_back(self, failed: int) -> None:
-        """To the last checkpoint; the steps after it are done again, on the same data."""
+    def _distrust(self, failed: int, wrong: list[Finding]) -> None:
+        """The state is wrong, or was computed wrong: it goes back to the last checkpoint. failed: the step, from 1."""
+        self._tell(failed, "found", wrong)
+        self.health.check_rollbacks(failed, f"Step {failed}: {wrong[0].text}, after")
+        kinds = {"non-finite": "not finite", "implausible": "not plausible"}
+        intact = not any(finding.state for finding in wrong)
+        self._roll_back(failed, f"{kinds.get(wrong[0].kind, 'silent corruption')}{_named(wrong)}", intact)
+
+    def _tell(self, step: int, what: str, wrong: list[Finding]) -> None:
+        text = f"{wrong[0].text[0].upper()}{wrong[0].text[1:]}."
+        if len(wrong) > 1:
+            text += f" {len(wrong) - 1} more tensors are wrong."
+        self.guard.events.tell(step, what, text, wrong)
+        self.say(f"ottava train: {text}")
+
+    def _tell_bad_step(self, step: int, found: Step, wrong: list[Finding]) -> str:
+        """Names what made it bad; returns what the line of metrics says of it."""
+        if not math.isfinite(found.loss):
+            what = "non-finite loss"
+        elif not math.isfinite(found.grad_norm):
+            what = "non-finite gradient"
+        else:
+            what = "non-finite numbers that FP8 hides"
+        text = f"Step {step} has a {what}" if "numbers" not in what else f"Step {step} has {what}"
+        text += f": {wrong[0].text}." if wrong else "; run again, every tensor is finite: transient."
+        self.guard.events.tell(step, "skipped", text, wrong, loss=found.loss, grad_norm=found.grad_norm, bad=found.bad)
+        if wrong:
+            self.say(f"ottava train: {text}")
+        return f"skipped: {what}{_named(wrong)}"
+
+    def _roll_back(self, failed: int, why: str = "not finite", intact: bool = False) -> None:
+        """To the last checkpoint; the steps after it are done again, on the same data.
+
+        intact: the state is good as it is, if there is no checkpoint.
+        """
         self.batches.close()
         loaded = None
         if (
@@ -313,16 +386,24 @@ class Loop:
             self.state.checkpoints.rotten.add(self._back_at)
             loaded = self.state.load(below=self._back_at)
         loaded = loaded or self.state.load()
-        if loaded is None:
-            raise NonFinite(f"Step {failed} is not finite, and there is no checkpoint to go back to.")
+        if loaded is None and not intact:
+            raise NonFinite(f"Step {failed} ({why}) cannot be trusted, and there is no checkpoint to go back to.")
         self.health.rolled_back()
         self.optimizer.zero_grad()
+        self.guard.forget()
         if self.graphs is not None:
             self.graphs.forget()
-        self.done = self._back_at = loaded.step
+        if loaded is not None:
+            self.done = self._back_at = loaded.step
         self.batches = self._prefetch()
-        self.recorder.rewind(self.done, f"rolled back from step {failed}: not finite")
-        self.say(f"Step {failed} is not finite: back to the checkpoint of step {self.done}.")
+        self.recorder.rewind(self.done, f"rolled back from step {failed}: {why}")
+        text = (
+            f"Step {failed}: {why}: back to "
+            + ("the checkpoint of " if loaded else "the end of ")
+            + f"step {self.done}."
+        )
+        self.guard.events.tell(failed, "rolled back", text, to=self.done)
+        self.say(text)
 
     # ------------------------------------------------------------------------------------------------ beginning and end
 
@@ -389,6 +470,11 @@ class Loop:
         """Prints, once."""
         if self.world.leads:
             say(text)
+
+
+def _named(wrong: list[Finding]) -> str:
+    """What follows a kind of trouble in a line of metrics."""
+    return f": {wrong[0].short}" if wrong else ""
 
 
 def open_data(config: Config, world: World) -> tuple[Data, Data | None]:
