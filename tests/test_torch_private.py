@@ -430,6 +430,8 @@ def test_every_function_is_tested_here() -> None:
         "copy_all",
         "add_to_all",
         "map_instances",
+        "is_compiled",
+        "largest_magnitudes",
         "generator_state",
         "is_exporting",
         "forget_gathered",

@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ottava.guard.digest import digest, read
+from ottava.guard.digest import ROW, digest, read
 from ottava.guard.finding import Finding
 from ottava.guard.state import Entry
 
 Gather = Callable[[Tensor], list[Tensor]]
-"""int64 [n, 2] of this rank -> those of all ranks, in order."""
+"""A tensor [n, ...] of this rank on the CPU -> those of all ranks, in order; n may differ from rank to rank."""
 
 
 class Sealed(NamedTuple):
@@ -88,3 +88,48 @@ def _minority(digests: dict[int, int]) -> list[int]:
     if 2 * votes <= len(digests):
         return []
     return [rank for rank, number in digests.items() if number != most]
+
+
+class Evidence(NamedTuple):
+    """Some elements of a disputed tensor, as each rank held them: to be compared with what the steps give when they are done again."""
+
+    places: Tensor
+    """int64 [n], of the elements of this rank's part in order."""
+    values: dict[int, Tensor]
+    """float64 [n], by rank."""
+
+    def farthest(self, now: Tensor) -> int | None:
+        """The rank whose numbers are farthest from those of now; None if two are equally far.
+
+        Ranks that differ have trained each other: gradients are summed, so after some steps none has the right numbers any more. But
+        where they differ, the one whose number was changed is farther off.
+        """
+        right = now.detach().reshape(-1)[self.places.to(now.device)].double().cpu()
+        off = {rank: float((values - right).abs().nan_to_num(torch.inf).sum()) for rank, values in self.values.items()}
+        first, second, *_ = sorted(off.values(), reverse=True)
+        return None if first == second else max(off, key=lambda rank: off[rank])
+
+
+MOST_TENSORS, MOST_ROWS = 4, 8
+
+
+def evidence(disputes: dict[int, Dispute], gather: Gather) -> dict[int, Evidence]:
+    """Of the first disputes, by key, in ranks that hold them. All ranks call it together."""
+    found = {}
+    for key, dispute in list(disputes.items())[:MOST_TENSORS]:
+        flat = torch.empty(0) if dispute.entry is None else dispute.entry.tensor.detach().reshape(-1)
+        rows = torch.nn.functional.pad(flat, (0, -flat.numel() % ROW)).view(-1, ROW)
+        digests = [digest(row) for row in rows]
+        tables = gather(torch.tensor(read(digests), dtype=torch.int64))
+        held = [tables[rank] for rank in dispute.digests]
+        chosen = torch.stack([(table != held[0]) for table in held]).any(0).nonzero().reshape(-1)[:MOST_ROWS]
+        mine = rows[chosen.to(rows.device)].double().cpu() if len(rows) else rows.new_empty(0, ROW, dtype=torch.float64)
+        everyone = gather(mine)
+        if dispute.entry is None:
+            continue
+        values = {rank: everyone[rank].reshape(-1) for rank in dispute.digests}
+        bits = [v.view(torch.int64) for v in values.values()]
+        differ = torch.stack([b != bits[0] for b in bits]).any(0).nonzero().reshape(-1)
+        index = chosen[differ // ROW] * ROW + differ % ROW
+        found[key] = Evidence(index, {rank: v[differ] for rank, v in values.items()})
+    return found

@@ -37,12 +37,12 @@ LIMITS = {
     "moment": 2.0**20,
     "squared moment": 2.0**40,
     "scale": 2.0**70,  # of a weight: 448 / amax
-    "delayed": torch.finfo(torch.float32).max,  # gradients may be tiny: `delayed_out_of_bounds` knows better
 }
 """Largest magnitude that is plausible. (Gradients are clipped, and moments are means of them.)"""
 SATURATES = 2.0**16 * 57344.0
 """A delayed scale times the largest amax that it was made from: far more than any format holds."""
 VANISHES = 2.0**-60
+LARGEST_AMAX = 2.0**80
 
 
 class Entry(NamedTuple):
@@ -53,7 +53,7 @@ class Entry(NamedTuple):
     operand: str
     """weight, moment or scale, with the tensor's own name."""
     kind: str
-    """Key of LIMITS."""
+    """Key of LIMITS; "delayed" for the state of delayed scaling, which has rules of its own."""
     box: str
     """Which part of the whole tensor it is: ranks with the same name and box hold the same numbers."""
     tensor: Tensor
@@ -62,8 +62,13 @@ class Entry(NamedTuple):
 
     @property
     def looked_at(self) -> bool:
-        """Whether its numbers have an order: bytes of FP8 have none here."""
-        return self.tensor.is_floating_point() and self.tensor.element_size() > 1 and self.tensor.numel() > 0
+        """Whether its magnitude has a limit. (Bytes of FP8 have no order here.)"""
+        return (
+            self.kind in LIMITS
+            and self.tensor.is_floating_point()
+            and self.tensor.element_size() > 1
+            and self.tensor.numel() > 0
+        )
 
 
 def entries(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[Entry]:
@@ -144,19 +149,31 @@ def _magnitudes(tensors: list[Tensor]) -> Tensor:
     return torch.stack([m.double() for m in torch_private.largest_magnitudes(tensors)])
 
 
-def delayed_out_of_bounds(states: Iterable[DelayedState]) -> list[Tensor]:
-    """[columns] a scale: where it does not fit the amax that it was made from."""
-    found = []
-    for state in states:
-        for scale, history in (
-            (state.fwd_scale, state.fwd_amax_history),
-            (state.bwd_scale, state.bwd_amax_history),
-        ):
-            largest = history.amax(0)
-            reach = scale * largest
-            used = largest > 0
-            found.append(~scale.isfinite() | (used & ~((reach < SATURATES) & (reach > VANISHES))))
-    return found
+class Scales(NamedTuple):
+    """The scales of delayed scaling, all at once, and whether each fits the amax that it was made from."""
+
+    values: Tensor
+    wrong: Tensor
+
+    @classmethod
+    def of(cls, states: list[DelayedState]) -> Scales:
+        """In the order of `names_of_scales`. Nobody waits."""
+        values = torch.cat([scale for state in states for scale in (state.fwd_scale, state.bwd_scale)])
+        history = torch.cat([h for s in states for h in (s.fwd_amax_history, s.bwd_amax_history)], dim=1)
+        largest = history.nan_to_num(0.0, 0.0, 0.0).amax(0)  # an infinite one is that of a step which was bad itself
+        reach = values * largest
+        fits = (reach < SATURATES) & (reach > VANISHES) & (largest < LARGEST_AMAX)
+        return cls(values, ~values.isfinite() | ((largest > 0) & ~fits))
+
+
+def names_of_scales(states: Iterable[tuple[str, DelayedState]]) -> list[tuple[str, str, int]]:
+    """(layer, buffer, column) of each."""
+    return [
+        (layer, buffer, column)
+        for layer, state in states
+        for buffer in ("fwd_scale", "bwd_scale")
+        for column in range(getattr(state, buffer).numel())
+    ]
 
 
 class StateWatch:
@@ -174,11 +191,17 @@ class StateWatch:
             (name.removesuffix(".delayed"), m) for name, m in modules_of(model) if isinstance(m, DelayedState)
         ]
         self._turn = 0
-        self._parts: list[tuple[list[Entry], list[DelayedState]]] = []
+        self._parts: list[list[Entry]] = []
+        self._scales: Scales | None = None
 
     def forget(self) -> None:
         """Tensors may lie elsewhere now."""
-        self._parts, self._turn = [], 0
+        self._parts, self._turn, self._scales = [], 0, None
+
+    def begin(self) -> None:
+        """Before the passes of a step, which use the delayed scales and then make new ones: are they plausible? Nobody waits."""
+        states = [state for _, state in self._delayed if state.used]
+        self._scales = Scales.of(states) if states else None
 
     def all(self) -> list[Entry]:
         """Everything that this rank holds, looked up anew."""
@@ -187,35 +210,29 @@ class StateWatch:
     def glance(self, device: torch.device) -> Tensor:
         """How many tensors of this step's part are wrong, float64 [] on `device`. Nobody waits."""
         if self._turn % REFRESH == 0 or not self._parts:
-            self._parts = _shares(self.all(), [state for _, state in self._delayed if state.used])
-        chosen, delayed = self._parts[self._turn % len(self._parts)]
+            self._parts = _shares(self.all())
+        chosen = self._parts[self._turn % len(self._parts)]
         self._turn += 1
         total = out_of_bounds(chosen).to(device, non_blocking=True)
-        if delayed:
-            total = total + torch.cat(delayed_out_of_bounds(delayed)).sum().to(device, non_blocking=True)
+        if self._scales is not None:
+            total = total + self._scales.wrong.sum().to(device, non_blocking=True)
         return total
 
     def findings(self) -> list[Finding]:
-        """Every tensor that is wrong, with a number of it. Waits for the device."""
+        """Every tensor that is wrong, with a number of it; scales as they were when the step began. Waits for the device."""
         found = []
         for entry in self.all():
             if entry.looked_at and not bool(_magnitudes([entry.tensor])[0] <= LIMITS[entry.kind]):
                 found.append(_finding(entry))
-        for layer, state in self._delayed:
-            if state.used:
-                for name, scale, wrong in zip(
-                    ("fwd_scale", "bwd_scale"), (state.fwd_scale, state.bwd_scale), delayed_out_of_bounds([state])
-                ):
-                    if bool(wrong.any()):
-                        column = int(wrong.nonzero()[0])
-                        found.append(
-                            Finding(
-                                "implausible",
-                                layer,
-                                f"scale ({name})",
-                                value=f"{float(scale[column]):g} in column {column}",
-                            )
-                        )
+        if self._scales is not None:
+            names = names_of_scales((layer, state) for layer, state in self._delayed if state.used)
+            for (layer, buffer, column), value, wrong in zip(
+                names, self._scales.values.tolist(), self._scales.wrong.tolist()
+            ):
+                if wrong:
+                    found.append(
+                        Finding("implausible", layer, f"scale ({buffer})", value=f"{value:g} in column {column}")
+                    )
         return found
 
 
@@ -229,7 +246,7 @@ def _finding(entry: Entry) -> Finding:
     return Finding(kind, entry.layer, entry.operand, value=f"{value:g} at {worst}{more}")
 
 
-def _shares(found: list[Entry], delayed: list[DelayedState]) -> list[tuple[list[Entry], list[DelayedState]]]:
+def _shares(found: list[Entry]) -> list[list[Entry]]:
     """What is looked at in each turn: [Note: a part a step]."""
     looked_at = [entry for entry in found if entry.looked_at]
     most = max(sum(entry.tensor.numel() for entry in looked_at) / TURNS, LEAST)
@@ -241,4 +258,4 @@ def _shares(found: list[Entry], delayed: list[DelayedState]) -> list[tuple[list[
             size = 0
         shares[-1].append(entry)
         size += entry.tensor.numel()
-    return [(share, delayed[i :: len(shares)]) for i, share in enumerate(shares)]
+    return shares

@@ -20,6 +20,9 @@ from ottava.guard.passing import Passing, watch_modules
 from ottava.kernels import tally
 from ottava.nn.base import QuantizedModule
 
+LOSS = 10**6
+"""Order of the loss: forward operands come before it, gradients after."""
+
 
 class Slots:
     """Which counter of the tally belongs to which operand of a model, in the order in which a step quantizes them.
@@ -44,7 +47,7 @@ class Slots:
                 for i, operand in enumerate(tally.OPERANDS):
                     backward = operand == "gradient"
                     order = 3 * position + stage + 1
-                    order = 10**6 + 3 * (len(modules) - position) - stage if backward else order
+                    order = LOSS + 3 * (len(modules) - position) - stage if backward else order
                     direction = "backward" if backward else "forward"
                     self._names[start + 3 * stage + i] = (name, f"{prefix}{operand}", direction, order)
 
@@ -57,7 +60,7 @@ class Slots:
         ]
         if not found and counts[tally.ELSEWHERE]:
             value = _numbers(counts[tally.ELSEWHERE])
-            found = [Finding("non-finite", "head", "an operand", direction="forward", value=value, order=10**6 - 1)]
+            found = [Finding("non-finite", "head", "an operand", direction="forward", value=value, order=LOSS - 1)]
         return min(found, key=lambda f: f.order, default=None)
 
 

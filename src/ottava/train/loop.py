@@ -78,6 +78,8 @@ class Step:
     """Whether any rank was asked to stop."""
     clipped: dict[str, Any] | None
     """What `optimizer.step` is told of it. None: the step was made, if loss and norm are finite and nothing is bad."""
+    own_loss: float
+    """The summed loss of this rank's tokens."""
     bad: float
     """Numbers that are wrong though loss and norm may be finite: operands that are not finite, state that is not plausible."""
     counts: list[float]
@@ -165,11 +167,12 @@ class Loop:
             return None
         verdict = self.health.judge(step + 1, found.loss, found.grad_norm, found.bad)
         if verdict != "fine":
-            wrong = self.guard.investigate(step, found.counts, found.again)
+            wrong = self.guard.investigate(step, found.own_loss, found.counts, found.again)
             if any(finding.state for finding in wrong):
                 self._distrust(step + 1, wrong)
                 return None
             event = self._tell_bad_step(step + 1, found, wrong)
+            self.model.forget_infinite_amax()
         if verdict == "roll back":
             self._roll_back(step + 1, f"not finite{_named(wrong)}")
             return None
@@ -216,7 +219,7 @@ class Loop:
         loss_sum, stops, bad = self.world.sum([loss, float(self.stop.requested), sum(counts)])
         replicas = self.world.size / model.meshes.dp_size  # tp ranks have the same tokens, each a loss of them
         again = partial(self._accumulate, step, parts, weight, again=len(parts))
-        return Step(loss_sum / replicas / tokens, grad_norm, stops > 0, options, bad, counts[1:], again, wrong)
+        return Step(loss_sum / replicas / tokens, grad_norm, stops > 0, options, loss, bad, counts[1:], again, wrong)
 
     def _accumulate(self, step: int, parts: list[Batch], weight: float, again: int = 0) -> torch.Tensor:
         """Gradients of all microbatches; returns the summed loss. again: of the first ones, as they were computed before."""

@@ -113,6 +113,13 @@ class DistributedModel:
         finally:
             self.set_delayed_buffers(kept)
 
+    def forget_infinite_amax(self) -> None:
+        """What a bad step has recorded for delayed scaling: an infinity would keep scales as they are until it leaves the history."""
+        for state in self._delayed():
+            if state.used:
+                for history in (state.fwd_amax_history, state.bwd_amax_history):
+                    history.nan_to_num_(0.0, 0.0, 0.0)
+
     def delayed_buffers(self) -> list[dict[str, torch.Tensor]]:
         """Copies of the scales and histories of all modules that have used theirs."""
         return [{name: getattr(state, name).clone() for name in BUFFERS} for state in self._delayed() if state.used]

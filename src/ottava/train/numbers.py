@@ -10,6 +10,7 @@ a save         the whole state is plausible, and the same where it must be
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ottava.guard.finding import Finding, first
 from ottava.guard.replay import Record
-from ottava.guard.replicas import Dispute, Sealed, compare, key_of
+from ottava.guard.replicas import Dispute, Evidence, Sealed, compare, evidence, key_of
 from ottava.guard.state import StateWatch, out_of_bounds
-from ottava.guard.witness import Slots, Witness
+from ottava.guard.witness import LOSS, Slots, Witness
 from ottava.kernels import tally
 from ottava.notices import warn_once
 from ottava.train.config import Config
@@ -64,7 +65,7 @@ class NumberGuard:
         self._record: Record | None = None
         self._before: list[dict[str, Tensor]] = []
         self._sealed: Sealed | None = None
-        self._disputed: tuple[int, dict[int, Dispute]] | None = None
+        self._disputed: tuple[int, dict[int, Evidence]] | None = None
         tally.reset(self.device)
 
     # every step
@@ -72,6 +73,7 @@ class NumberGuard:
     def begin(self) -> None:
         """Of a step: what an evaluation has counted is not this step's."""
         tally.reset(self.device, weights=False)
+        self.state.begin()
 
     def reading(self) -> Tensor:
         """float64 [1 + slots]: tensors of the state that are wrong, and what was not finite, by slot. 0 everywhere is fine.
@@ -90,29 +92,35 @@ class NumberGuard:
 
     # bad steps
 
-    def investigate(self, step: int, counts: list[float], again: Callable[[], Any]) -> list[Finding]:
+    def investigate(self, step: int, loss: float, counts: list[float], again: Callable[[], Any]) -> list[Finding]:
         """What is wrong with a step that is bad, the cause first; [] if nothing was found. The same in every rank.
 
-        counts: the slots of `reading`. again: runs forward and backward of the whole step.
+        loss: this rank's own. counts: the slots of `reading`. again: runs forward and backward of the whole step.
         """
         everywhere = self._gathered(self._of_state(step))
         if everywhere:
             return everywhere
-        once = self.slots.first([int(count) for count in counts])
-        gradient = self._bad_gradient() if once is None else None
+        once = self._once(step, loss, counts)
         witness = Witness(self.model.module, self.slots, self.device)
         with self.model.unchanged(), witness.watching():
             again()
         seen = self._gathered([] if witness.found is None else [witness.found.at(step + 1, self.world.rank)])
         if seen:
             return [f for f in [first(seen)] if f is not None]
-        transient = "not seen when the step was run again: transient"
-        if once is not None:
-            once = replace(once.at(step + 1, self.world.rank), detail=transient)
-        if gradient is not None and self.world.leads:
-            once = replace(gradient, step=step + 1, detail=transient)
-        chosen = first(self._gathered([] if once is None else [once]))
-        return [] if chosen is None else [chosen]
+        chosen = first(self._gathered(once))
+        transient = "transient: not seen when the step was run again"
+        return [] if chosen is None else [replace(chosen, detail=transient)]
+
+    def _once(self, step: int, loss: float, counts: list[float]) -> list[Finding]:
+        """What is left to see of the step as it ran: of this rank, unless a gradient is all that there is."""
+        mine = [self.slots.first([int(count) for count in counts])]
+        if not math.isfinite(loss):
+            mine.append(Finding("non-finite", "the model", "loss", direction="forward", value=f"{loss:g}", order=LOSS))
+        found = [f.at(step + 1, self.world.rank) for f in mine if f is not None]
+        if any(self.world.gather(bool(found))):
+            return found
+        gradient = self._bad_gradient() if self.world.leads else None
+        return [] if gradient is None else [replace(gradient, step=step + 1)]
 
     def _of_state(self, step: int) -> list[Finding]:
         return [f.at(step + 1, self.world.rank) for f in self.state.findings()]
@@ -206,27 +214,26 @@ class NumberGuard:
         blamed = {f.rank for f in memory}
         mine = [_as_finding(dispute, step, blamed) for dispute in disputes.values() if dispute.entry is not None]
         if any(not dispute.wrong for dispute in disputes.values()) and not memory:
-            self._disputed = (step, disputes)
+            self._disputed = (step, evidence(disputes, self.world.gather_tensor))
         found = self._gathered([f for f in mine if f is not None])
         return list({(f.layer, f.operand, f.rank): f for f in found}.values())
 
     def _attribute(self, step: int, now: Sealed) -> None:
-        """The run has come to the step of a dispute again, from a checkpoint: who held other bits then was wrong."""
+        """The run has come to the step of a dispute again, from a checkpoint: whose numbers were farther from those of now was wrong."""
         assert self._disputed is not None
         disputes, self._disputed = self._disputed[1], None
         mine: list[Finding] = []
-        for entry, number in zip(now.entries, now.numbers):
-            dispute = disputes.get(key_of(entry))
-            if dispute is not None:
-                detail = "the steps were done again from the checkpoint, and it alone had held other bits"
-                wrong = [rank for rank, then in dispute.digests.items() if then != number]
-                if 0 < len(wrong) < len(dispute.digests):
-                    found = Finding("replicas", entry.layer, entry.operand, detail=detail)
-                    mine += [found.at(step + 1, rank) for rank in wrong]
+        for entry in now.entries:
+            held = disputes.get(key_of(entry))
+            rank = None if held is None else held.farthest(entry.tensor)
+            if rank is not None:
+                detail = "the steps were done again from the checkpoint, and its numbers had been farthest from those"
+                mine.append(Finding("replicas", entry.layer, entry.operand, detail=detail).at(step + 1, rank))
         findings = list({(f.layer, f.operand, f.rank): f for f in self._gathered(mine)}.values())
         if findings:
             ranks = sorted({str(f.rank) for f in findings})
-            self.events.tell(step + 1, "attributed", f"It was rank {', '.join(ranks)} that had other bits.", findings)
+            text = f"Done again from the checkpoint: it was rank {', '.join(ranks)} that had other numbers."
+            self.events.tell(step + 1, "attributed", text, findings)
 
     # saves
 
