@@ -40,7 +40,7 @@ class Sealed(NamedTuple):
         return [
             Finding("memory", e.layer, e.operand)
             for e, number in zip(now.entries, now.numbers)
-            if then.get((e.name, e.box), number) != number
+            if e.sealed and then.get((e.name, e.box), number) != number
         ]
 
     def table(self) -> Tensor:

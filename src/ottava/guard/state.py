@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -53,12 +53,17 @@ class Entry(NamedTuple):
     operand: str
     """weight, moment or scale, with the tensor's own name."""
     kind: str
-    """Key of LIMITS; "delayed" for the state of delayed scaling, which has rules of its own."""
+    """Key of LIMITS; "step" for counts, "delayed" for the state of delayed scaling, which has rules of its own."""
     box: str
     """Which part of the whole tensor it is: ranks with the same name and box hold the same numbers."""
     tensor: Tensor
     shared: bool = True
     """Whether other ranks' copies of it can be compared with it."""
+
+    @property
+    def sealed(self) -> bool:
+        """Whether nothing but the optimizer changes it."""
+        return self.name.startswith(("model.", "optimizer."))
 
     @property
     def looked_at(self) -> bool:
@@ -117,6 +122,8 @@ def _described(name: str) -> tuple[str, str, str]:
     if section == "optimizer":
         path, _, key = rest.removeprefix("state.").rpartition(".")
         layer, _, parameter = path.rpartition(".")
+        if key == "step":
+            return layer, f"step of the optimizer ({parameter})", "step"
         if key == "master_param":
             return layer, f"weight (master of {parameter})", "weight"
         return layer, f"moment ({key} of {parameter})", "squared moment" if "sq" in key else "moment"
@@ -127,26 +134,31 @@ def _described(name: str) -> tuple[str, str, str]:
     return path, f"weight ({attribute})", "weight"
 
 
-def out_of_bounds(chosen: list[Entry]) -> Tensor:
-    """How many of the entries have a number that is not finite or not plausible: float64 []. Nobody waits."""
-    looked_at = [entry for entry in chosen if entry.looked_at]
-    if not looked_at:
-        return torch.zeros((), dtype=torch.float64)
-    total: Tensor | None = None
-    for device in {entry.tensor.device for entry in looked_at}:
-        here = [entry for entry in looked_at if entry.tensor.device == device]
-        found = _magnitudes([entry.tensor for entry in here])
-        limits = torch.tensor([LIMITS[entry.kind] for entry in here], dtype=torch.float64)
-        limits = limits.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else limits
-        count = (~(found <= limits)).sum(dtype=torch.float64)
-        total = count if total is None else total + count.to(total.device, non_blocking=True)
-    assert total is not None
-    return total
+class Limits:
+    """The tensors of some entries, and how large each may be. Limits lie on the devices: to look costs a few launches.
 
+    >>> float(Limits(entries(model, optimizer)).out_of_bounds())
+    0.0
+    """
 
-def _magnitudes(tensors: list[Tensor]) -> Tensor:
-    """float64 [n]."""
-    return torch.stack([m.double() for m in torch_private.largest_magnitudes(tensors)])
+    def __init__(self, chosen: list[Entry]) -> None:
+        groups: dict[Any, list[Entry]] = {}
+        for entry in chosen:
+            if entry.looked_at:
+                groups.setdefault((entry.tensor.device, entry.tensor.dtype), []).append(entry)
+        self._groups = [
+            ([e.tensor for e in same], torch.tensor([LIMITS[e.kind] for e in same], dtype=torch.float64).to(device))
+            for (device, _), same in groups.items()
+        ]
+
+    def out_of_bounds(self) -> Tensor:
+        """How many have a number that is not finite or not plausible: float64 []. Nobody waits."""
+        counts = []
+        for tensors, limits in self._groups:
+            largest = torch.stack(torch_private.largest_magnitudes(tensors)).double()
+            counts.append((~(largest <= limits)).sum(dtype=torch.float64))  # a NaN is not below anything
+        device = max((c.device for c in counts), key=lambda d: d.type == "cuda", default=torch.device("cpu"))
+        return torch.stack([torch.zeros((), dtype=torch.float64, device=device), *(c.to(device) for c in counts)]).sum()
 
 
 class Scales(NamedTuple):
@@ -191,7 +203,7 @@ class StateWatch:
             (name.removesuffix(".delayed"), m) for name, m in modules_of(model) if isinstance(m, DelayedState)
         ]
         self._turn = 0
-        self._parts: list[list[Entry]] = []
+        self._parts: list[Limits] = []
         self._scales: Scales | None = None
 
     def forget(self) -> None:
@@ -210,10 +222,10 @@ class StateWatch:
     def glance(self, device: torch.device) -> Tensor:
         """How many tensors of this step's part are wrong, float64 [] on `device`. Nobody waits."""
         if self._turn % REFRESH == 0 or not self._parts:
-            self._parts = _shares(self.all())
+            self._parts = [Limits(share) for share in _shares(self.all())]
         chosen = self._parts[self._turn % len(self._parts)]
         self._turn += 1
-        total = out_of_bounds(chosen).to(device, non_blocking=True)
+        total = chosen.out_of_bounds().to(device, non_blocking=True)
         if self._scales is not None:
             total = total + self._scales.wrong.sum().to(device, non_blocking=True)
         return total
@@ -222,7 +234,7 @@ class StateWatch:
         """Every tensor that is wrong, with a number of it; scales as they were when the step began. Waits for the device."""
         found = []
         for entry in self.all():
-            if entry.looked_at and not bool(_magnitudes([entry.tensor])[0] <= LIMITS[entry.kind]):
+            if float(Limits([entry]).out_of_bounds()):
                 found.append(_finding(entry))
         if self._scales is not None:
             names = names_of_scales((layer, state) for layer, state in self._delayed if state.used)

@@ -60,7 +60,16 @@ class Slots:
         ]
         if not found and counts[tally.ELSEWHERE]:
             value = _numbers(counts[tally.ELSEWHERE])
-            found = [Finding("non-finite", "head", "an operand", direction="forward", value=value, order=LOSS - 1)]
+            found = [
+                Finding(
+                    "non-finite",
+                    "the head, or what is compiled",
+                    "an operand",
+                    direction="forward",
+                    value=value,
+                    order=LOSS - 1,
+                )
+            ]
         return min(found, key=lambda f: f.order, default=None)
 
 

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ottava.guard.finding import Finding, first
 from ottava.guard.replay import Record
 from ottava.guard.replicas import Dispute, Evidence, Sealed, compare, evidence, key_of
-from ottava.guard.state import StateWatch, out_of_bounds
+from ottava.guard.state import Limits, StateWatch
 from ottava.guard.witness import LOSS, Slots, Witness
 from ottava.kernels import tally
 from ottava.notices import warn_once
@@ -240,7 +240,7 @@ class NumberGuard:
     def holds(self, done: int) -> list[Finding]:
         """Before a save: what is wrong with the state as a whole."""
         entries = self.state.all()
-        bad = float(out_of_bounds(entries))
+        bad = float(Limits(entries).out_of_bounds())
         if sum(self.world.gather(bad)):
             return self._gathered(self._of_state(done - 1))
         return self._differing(done - 1, Sealed.of(entries), []) if self._every and self.world.size > 1 else []
