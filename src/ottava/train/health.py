@@ -2,7 +2,7 @@
 
 A step whose loss or gradient norm is not finite changes no weight: it is skipped. If more than `retries` steps in a row were, the
 weights themselves are suspect and the run goes back to its last checkpoint. A run that has gone back `retries` times without a
-finite step beyond the place where it failed is over: exit code 5.
+good step at the place where it failed is over: exit code 5.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Health:
         """
         if math.isfinite(loss) and math.isfinite(grad_norm) and not bad:
             self._in_a_row = 0
-            if step > self._failed_at:
+            if step >= self._failed_at:  # past the place where it failed
                 self.rollbacks = 0
             return "fine"
         self._failed_at = max(self._failed_at, step)
