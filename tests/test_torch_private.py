@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import inspect
 import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -367,6 +369,33 @@ def test_flight_record_is_json() -> None:
     assert isinstance(json.loads(torch_private.flight_record()), dict)
 
 
+def test_what_a_group_knows_of_itself(tmp_path: Path) -> None:
+    timeout = datetime.timedelta(seconds=77)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1, timeout=timeout
+    )
+    try:
+        assert torch_private.group_timeout_s(None, torch.device("cpu")) == 77.0
+        group = torch.distributed.group.WORLD
+        assert torch_private.group_timeout_s(group, torch.device("cpu")) == 77.0
+        assert torch_private.first_report(group, "who", "me") == "me"
+        assert torch_private.first_report(None, "who", "another") == "me"
+        assert torch_private.first_report("no group", "who", "me") is None
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_symmetric_memory_is_where_torch_has_it() -> None:
+    import torch.distributed._symmetric_memory as symmetric
+
+    assert torch_private.has_symmetric_memory()
+    parameters = list(inspect.signature(symmetric.rendezvous).parameters)
+    assert parameters == ["tensor", "group"], "symmetric_memory calls it so; tests/gpu/test_overlap.py runs it"
+    handle = torch._C._distributed_c10d._SymmetricMemory
+    assert all(hasattr(handle, name) for name in ("get_buffer", "put_signal", "wait_signal"))
+    assert callable(torch_private.symmetric_memory)
+
+
 def test_peak_memory_of_a_step_without_data() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -404,6 +433,18 @@ def test_a_slice_of_a_mesh_knows_the_whole() -> None:
         torch.distributed.destroy_process_group()
 
 
+def test_weak_storage_knows_its_memory_and_takes_no_other_for_it() -> None:
+    tensor = torch.randn(4, 6)
+    reference = torch_private.weak_storage(tensor)
+    assert torch_private.is_storage_of(reference, tensor) and torch_private.is_storage_of(
+        reference, tensor.view(24)[3:]
+    )
+    assert not torch_private.is_storage_of(reference, tensor.clone())
+    del tensor
+    assert reference.expired()  # it keeps nothing
+    assert not any(torch_private.is_storage_of(reference, torch.randn(4, 6)) for _ in range(100))
+
+
 def test_every_function_is_tested_here() -> None:
     functions = {
         name
@@ -412,6 +453,10 @@ def test_every_function_is_tested_here() -> None:
     }
     tested = {
         "bare_apply",
+        "first_report",
+        "group_timeout_s",
+        "has_symmetric_memory",
+        "symmetric_memory",
         "nobody_intercepts",
         "tree_flatten",
         "tree_unflatten",
@@ -445,6 +490,8 @@ def test_every_function_is_tested_here() -> None:
         "persistent_buffers",
         "fsdp1_stretches",
         "root_mesh",
+        "weak_storage",
+        "is_storage_of",
     }
     functions |= {"current_device", "current_stream"}  # builtins where torch was built with CUDA
     assert functions == tested, "add a test for what is new"

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def inside_backward() -> bool:
@@ -83,6 +84,16 @@ def nobody_intercepts() -> bool:
         or torch._C._is_tracing()
         or torch._C._autograd._profiler_enabled()
     )
+
+
+def weak_storage(tensor: torch.Tensor) -> StorageWeakRef:
+    """What tells the memory of `tensor` from any other, also from memory that later lies at the same address, without keeping it."""
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def is_storage_of(reference: StorageWeakRef, tensor: torch.Tensor) -> bool:
+    """Whether `tensor` lies in that memory."""
+    return reference.cdata == tensor.untyped_storage()._cdata
 
 
 def backward_id() -> int:
@@ -269,6 +280,39 @@ def flight_record() -> str:
     """The collectives that this process has started, as JSON: what torch's flight recorder holds (TORCH_FR_BUFFER_SIZE of them)."""
     record = torch._C._distributed_c10d._dump_fr_trace_json()  # type: ignore[attr-defined]
     return record.decode() if isinstance(record, bytes) else record
+
+
+def first_report(group: Any, key: str, text: str) -> str | None:
+    """What the first rank to report under `key` has written into the group's store: `text`, if that is this one. None: no store answers."""
+    world = torch.distributed.distributed_c10d._world
+    try:
+        store: Any = world.pg_map[group or torch.distributed.group.WORLD][1]  # type: ignore[index]
+        return store.compare_set(key, "", text).decode()
+    except (KeyError, RuntimeError):
+        return None
+
+
+def has_symmetric_memory() -> bool:
+    """Whether this torch can map buffers of other GPUs."""
+    try:
+        import torch.distributed._symmetric_memory as symmetric
+    except ImportError:
+        return False
+    return all(hasattr(symmetric, name) for name in ("empty", "rendezvous"))
+
+
+def symmetric_memory(count: int, device: torch.device, group: Any) -> tuple[torch.Tensor, Any]:
+    """`count` bytes on each rank's GPU that all ranks of the group can write, and a handle with get_buffer, put_signal and wait_signal."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    owned = symmetric.empty(count, dtype=torch.uint8, device=device)
+    return owned, symmetric.rendezvous(owned, group)
+
+
+def group_timeout_s(group: Any, device: torch.device) -> float:
+    """Seconds after which a collective of the group fails."""
+    backend = (group or torch.distributed.group.WORLD)._get_backend(device)
+    return backend.options._timeout.total_seconds()
 
 
 def fake_store() -> Any:

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from ottava.bench.contenders import Contender, Outcome
+from ottava.bench.contenders import Contender, Numbers
 from ottava.bench.gates import Gate, judge
 from ottava.bench.plain_llama import PlainLlama, copy_weights
 from ottava.bench.shapes import override, workloads
@@ -81,11 +81,11 @@ def test_the_plain_model_with_our_weights_has_our_loss(tied: bool) -> None:
 
 
 def test_a_contender_with_other_losses_is_wrong() -> None:
-    expected = [Outcome(6.0, 2.0), Outcome(5.9, 2.0), Outcome(5.8, 2.0)]
+    expected = [Numbers(6.0, 2.0), Numbers(5.9, 2.0), Numbers(5.8, 2.0)]
 
     def found(losses: list[float], norm: float, quantized: str | None = None) -> dict[str, float]:
         contender = Contender("x", quantized, 1, lambda: expected[0])
-        return check(contender, [Outcome(loss, norm) for loss in losses], expected)
+        return check(contender, [Numbers(loss, norm) for loss in losses], expected)
 
     assert found([6.0, 5.9, 5.8], 2.0) == {"first_loss": 0.0, "grad_norm": 0.0, "last_loss": 0.0}
     for losses, norm in (
@@ -99,7 +99,7 @@ def test_a_contender_with_other_losses_is_wrong() -> None:
     assert found([6.1, 5.9, 5.8], 2.1, "fp8")  # FP8 may differ more
     contender = Contender("x", None, 1, lambda: expected[0])
     with pytest.raises(ArithmeticError, match="does not fall"):  # the plain model has made one step alone
-        check(contender, [Outcome(6.0, 2.0), Outcome(6.1, 2.0)], expected[:1])
+        check(contender, [Numbers(6.0, 2.0), Numbers(6.1, 2.0)], expected[:1])
 
 
 def test_gates_ask_the_fastest_of_ours_or_the_one_named() -> None:

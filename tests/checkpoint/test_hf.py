@@ -187,7 +187,11 @@ def test_a_strangers_directory_is_not_believed(tmp_path: Path) -> None:
         ({"hidden_size": "64"}, "hidden_size '64'"),
         ({"vocab_size": None}, "vocab_size None"),
         ({"rope_scaling": 3}, "cannot be understood"),
-        ({"max_position_embeddings": []}, "cannot be understood"),
+        ({"max_position_embeddings": []}, "max_position_embeddings (list)"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps '1e-5'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear'"),
+        ({"model_type": "gemma"}, "model_type 'gemma'"),
+        ({"sliding_window": 4096}, "sliding_window 4096"),
     ):
         text = json.dumps({**config, **change})
         assert message in refused("config.json", lambda path, text=text: path.write_text(text))

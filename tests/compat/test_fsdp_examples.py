@@ -59,7 +59,7 @@ def test_every_name_of_transformer_engines_fsdp_programs_is_there() -> None:
 @pytest.mark.parametrize(
     "example, options",
     [
-        ("te_fsdp.py", ("--recipe", "delayed")),
+        pytest.param("te_fsdp.py", ("--recipe", "delayed"), marks=pytest.mark.extra),
         ("te_fsdp.py", ("--recipe", "block", "--defer-init", "--recompute")),
         ("te_fully_shard.py", ("--recipe", "current")),
         ("te_fully_shard.py", ("--recipe", "block", "--fp8-init")),

@@ -16,12 +16,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from distributed.ranks import RankDied, Ranks, RankTimeout
 from ottava.distributed.plan import (
     MESH_DIMENSIONS,
-    OVERLAP,
     RECOMPUTE,
     STRATEGIES,
     Meshes,
     ParallelPlan,
 )
+from ottava.overlap.schedule import METHODS, TRANSPORTS
 
 
 def test_defaults_shard_over_all_ranks() -> None:
@@ -98,7 +98,10 @@ def test_a_wrong_field_is_refused_by_name(fields: dict[str, Any], words: list[st
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("field, known", [("recompute", RECOMPUTE), ("overlap", OVERLAP), ("strategy", STRATEGIES)])
+@pytest.mark.parametrize(
+    "field, known",
+    [("recompute", RECOMPUTE), ("overlap", METHODS), ("overlap_transport", TRANSPORTS), ("strategy", STRATEGIES)],
+)
 def test_every_known_choice_is_accepted(field: str, known: tuple[str, ...]) -> None:
     for name in known:
         assert getattr(ParallelPlan(**{field: name}), field) == name

@@ -15,7 +15,8 @@ import ottava
 from distributed.ranks import Ranks
 from distributed.tp_ranks import RECIPES
 from ottava.distributed.tensor_parallel import Column, Row
-from ottava.nn.strategy import ALONE, MultiplyAdd, Operands, backend
+from ottava.nn.product import Product
+from ottava.nn.strategy import ALONE, Operands, backend
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ class RingColumn(Column):
 
     multiplied = 0
 
-    def fprop(self, operands: Operands, multiply: MultiplyAdd, biases: list[Tensor]) -> Tensor:
+    def fprop(self, operands: Operands, multiply: Product, biases: list[Tensor]) -> Tensor:
         (operand,) = operands
         tokens = operand.data.shape[0]
         whole = self.gather_tokens(operand)
@@ -47,7 +48,7 @@ class RingColumn(Column):
 class PipelinedRow(Row):
     """Product and sum as one step, in two halves of the tokens of each rank."""
 
-    def fprop(self, operands: Operands, multiply: MultiplyAdd, biases: list[Tensor]) -> Tensor:
+    def fprop(self, operands: Operands, multiply: Product, biases: list[Tensor]) -> Tensor:
         (operand,) = operands
         bytes_of = operand.data.unflatten(0, (self.size, 2, -1))  # [rank, half, tokens, k]
         halves = []

@@ -270,7 +270,7 @@ def _expert_tokens(mesh: DeviceMesh) -> None:
     experts = ottava.GroupedLinear(
         2, 64, 64, parallel_mode="column", sequence_parallel=True, device="cpu", tp_mesh=mesh
     )
-    experts(torch.zeros(4, 64), m_splits=[2, 2])
+    experts(torch.zeros(2, 2, 64), m_splits=[2, 2])
 
 
 def _unreduced(mesh: DeviceMesh) -> None:
@@ -341,7 +341,7 @@ MISTAKES: dict[str, tuple[Callable[[DeviceMesh], Any], list[str]]] = {
         lambda mesh: ottava.LayerNormLinear(64, 64, parallel_mode="row", device="cpu"),
         ["LayerNormLinear", "use 'column'"],
     ),
-    "experts with spread tokens": (_expert_tokens, ["GroupedLinear", "sequence_parallel is not offered"]),
+    "experts with spread tokens": (_expert_tokens, ["GroupedLinear with sequence_parallel=True takes [tokens, 64]"]),
     "fully_shard before": (_sharded, ["Linear.weight is sharded already", "set_device_mesh before fully_shard"]),
     "unreduced amax": (_unreduced, ["reduce_amax=False", "sequence_parallel"]),
     "spread tokens of a whole layer": (_tokens_without_a_mode, ["sequence_parallel=True", "set_parallel_mode"]),

@@ -266,3 +266,12 @@ def test_a_vocabulary_over_two_ranks():
         assert torch.equal(loss, other)
         found = (loss, torch.cat([dx, dx2]) if sequence_parallel else dx2, torch.cat([dweight, dweight2]))
         close(found, wanted, (2e-2, 1e-1, 1e-1) if quantized else (5e-4, 1e-2, 1e-2))
+
+
+@pytest.mark.parametrize("size", [1, 4095, 4096 * 3 + 5])
+def test_a_scaled_copy_has_the_bits_of_a_product_that_is_rounded(size):
+    x, factor = torch.randn(size, device="cuda"), torch.tensor(0.3, device="cuda")
+    x[0] = float("nan")
+    for dtype in (torch.bfloat16, torch.float32):
+        found = torch.ops.ottava.scaled_copy(x, factor, dtype)
+        torch.testing.assert_close(found, (x * factor).to(dtype), rtol=0, atol=0, equal_nan=True)

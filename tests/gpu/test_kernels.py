@@ -207,3 +207,45 @@ def test_gemm_is_close_to_float64(pair, out_dtype):
         error = ((out.double() - expected).norm() / expected.norm()).cpu()
         # Hopper's FP8 units add products with 13 bits or so below the largest before they promote to float32: 3e-4 was measured.
         assert error < (3e-3 if out_dtype == torch.bfloat16 else 5e-4), ((m, n, k), error.item())
+
+
+@pytest.mark.parametrize("name", ["swiglu", "silu"])
+def test_the_amax_of_an_activation_is_that_of_all_its_values_though_few_are_computed(name):
+    """Tiles whose bound is below what was found are passed over: random tiles, one large value anywhere, special values."""
+    for m, f in ((256, 512), (33, 144), (515, 2064)):
+        for kind in ("normal", "outliers", "denormal", "special", "large"):
+            wide = f * (2 if name == "swiglu" else 1)
+            h, dy = values(m, wide, kind, torch.bfloat16), values(m + 1, f, kind, torch.bfloat16)[:m]
+            if kind == "large":
+                h[m // 2, f // 3], dy[m - 1, f - 1] = 55.0, 1000.0
+            assert torch.equal(torch.ops.ottava.activation_amax(h.cuda(), name).cpu(), activation._amax(h, name)), (
+                m,
+                f,
+                kind,
+            )
+            args = (dy, h, name, "e5m2:tensor", None, None, True, True, False)
+            expected = activation._backward_quantize(*args)
+            assert_same(torch.ops.ottava.activation_backward_quantize(*on_gpu(*args))[:6], expected[:6], (m, f, kind))
+            args = (h, name, "e4m3:tensor", None, None, True, True)
+            assert_same(torch.ops.ottava.activation_quantize(*on_gpu(*args)), activation._quantize(*args), (m, f, kind))
+
+
+def test_every_zero_to_be_raised_is_zero_and_on_an_address_that_16_divides():
+    from ottava.kernels.zeros import COUNT, zero_like
+
+    x = torch.ones(3, device="cuda")
+    found = [zero_like(x) for _ in range(2 * COUNT + 3)]
+    assert all(zero.shape == (1,) and zero.data_ptr() % 16 == 0 for zero in found)
+    for zero in found[::2]:
+        zero.add_(1)
+    assert all(zero.item() == (i % 2 == 0) and zero._version == (i % 2 == 0) for i, zero in enumerate(found))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        assert zero_like(x).item() == 0
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        inside = zero_like(x)
+        inside.add_(1)
+    for _ in range(2):  # filled anew whenever the graph runs
+        graph.replay()
+        assert inside.item() == 1

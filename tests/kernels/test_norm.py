@@ -101,20 +101,42 @@ def test_fakes_have_the_real_shapes(kind: str, rows: int) -> None:
         fakes += [ops.norm_apply(fx, fg, fb, *fakes[:2], False, torch.bfloat16)]
         fakes += [*ops.norm_quantize(fx, fg, fb, *fakes[:2], False, "e4m3:1x128", None, None, True, True)]
         fakes += [*ops.norm_backward(fx, fx, fg, *fakes[:2], False, beta is not None)]
+        fakes += [*ops.norm_add_stats(fx, fx, fg, fb, kind, 1e-5, False, False)]
+        fakes += [*ops.norm_backward_add(fx, fx, fg, *fakes[:2], False, beta is not None, fx, True)]
     reals = [*ops.norm_stats(x, gamma, beta, kind, 1e-5, False, True)]
     reals += [ops.norm_apply(x, gamma, beta, *reals[:2], False, torch.bfloat16)]
     reals += [*ops.norm_quantize(x, gamma, beta, *reals[:2], False, "e4m3:1x128", None, None, True, True)]
     reals += [*ops.norm_backward(x, x, gamma, *reals[:2], False, beta is not None)]
+    reals += [*ops.norm_add_stats(x, x, gamma, beta, kind, 1e-5, False, False)]
+    reals += [*ops.norm_backward_add(x, x, gamma, *reals[:2], False, beta is not None, x, True)]
     assert [(r.shape, r.dtype) for r in reals] == [(f.shape, f.dtype) for f in fakes]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_residual_is_added_as_if_before_the_norm_and_its_gradient_after(kind: str, dtype: torch.dtype) -> None:
+    x, gamma, beta = arguments(kind, dtype=dtype)
+    residual, dy, other = (torch.randn(x.shape, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(3))
+    settings = (gamma, beta, kind, 1e-5, True, True)
+    total, *found = ops.norm_add_stats(x, residual, *settings)
+    assert same(total, x + residual) and all_same(found, ops.norm_stats(x + residual, *settings))
+    norm = (total, gamma, *found[:2], True, beta is not None)
+    dx, *gains = ops.norm_backward(dy, *norm)
+    for amax in (True, False):
+        fused_dx, *fused = ops.norm_backward_add(dy, *norm, other, amax)
+        assert same(fused_dx, dx + other) and all_same(fused[:2], gains)
+        assert fused[2].tolist() == ([(dx + other).abs().max().item()] if amax else [])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_opcheck(kind: str) -> None:
     x, gamma, beta = arguments(kind)
+    torch.library.opcheck(ops.norm_add_stats.default, (x, x.clone(), gamma, beta, kind, 1e-5, True, True))
     torch.library.opcheck(ops.norm_stats.default, (x, gamma, beta, kind, 1e-5, True, True))
     mean, rstd, _ = ops.norm_stats(x, gamma, beta, kind, 1e-5, True, False)
     torch.library.opcheck(ops.norm_apply.default, (x, gamma, beta, mean, rstd, True, torch.bfloat16))
     torch.library.opcheck(ops.norm_backward.default, (x, x, gamma, mean, rstd, True, beta is not None))
+    torch.library.opcheck(ops.norm_backward_add.default, (x, x, gamma, mean, rstd, True, beta is not None, x, True))
     for scheme in ("e4m3:tensor:f32", "e4m3:1x128:pow2", "e4m3:1x32"):
         args = (x, gamma, beta, mean, rstd, True, scheme, None, None, True, True)
         torch.library.opcheck(ops.norm_quantize.default, args)

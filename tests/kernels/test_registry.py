@@ -18,7 +18,7 @@ DEFINED = sorted(
 def test_the_ops_of_the_design_are_there() -> None:
     wanted = {
         "quantize", "amax", "dequantize", "column_sum", "scaled_mm", "mm",
-        "norm_stats", "norm_apply", "norm_quantize", "norm_backward",
+        "norm_stats", "norm_apply", "norm_quantize", "norm_backward", "norm_add_stats", "norm_backward_add",
         "activation", "activation_quantize", "activation_backward", "activation_backward_quantize",
         "record_amax_", "delayed_update_", "bias_residual",
     }  # fmt: skip

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from ottava.guard.state import StateWatch
 from ottava.train import loop, state
@@ -97,7 +98,7 @@ def train(
             fault(self, kind)
         if step in left:
             left.discard(step)
-            return replace(found, loss=math.nan)
+            return replace(found, known=(math.nan, found.grad_norm))
         return found
 
     loop.Loop._backward = watched  # type: ignore[method-assign]
@@ -130,7 +131,8 @@ def fault(running: loop.Loop, kind: str) -> None:
     if kind in ("inf", "nan") and dist.get_rank() == dist.get_world_size() - 1:
         _, parameter = list(running.model.module.named_parameters())[-1]
         with torch.no_grad():
-            parameter.to_local().view(-1)[0] = float(kind)  # type: ignore[attr-defined]
+            values = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            values.view(-1)[0] = float(kind)
     elif kind == "blind":
         _blind()
     elif kind == "signal":

@@ -143,6 +143,27 @@ def test_prefetch_gives_results_in_order_and_runs_ahead():
         next(results)
 
 
+def test_prefetch_makes_the_next_result_as_soon_as_one_is_taken_early():
+    made = threading.Semaphore(0)
+
+    def make(step: int) -> int:
+        made.release()
+        if step == 3:
+            raise ValueError("d.tokens is damaged")
+        return step
+
+    with Prefetch(make, depth=1) as results:
+        assert made.acquire(timeout=20) and made.acquire(timeout=20)  # one is there, one waits for room
+        results.take_early()
+        assert made.acquire(timeout=20), "nobody asked for a result yet, but there was room"
+        results.take_early()  # at most one
+        assert [next(results), next(results), next(results)] == [0, 1, 2]
+        assert made.acquire(timeout=20)
+        results.take_early()  # a failure waits until its result is asked for
+        with pytest.raises(ValueError, match="d.tokens is damaged"):
+            next(results)
+
+
 def test_prefetch_raises_where_the_result_would_have_come():
     def make_or_fail(step: int) -> int:
         if step == 2:

@@ -93,7 +93,7 @@ def test_a_tokenizer_that_panics_is_an_error_and_ctrl_c_is_not(tmp_path, monkeyp
 
     class Backend:
         @staticmethod
-        def from_file(path: str) -> None:
+        def from_str(text: str) -> None:
             raise raised("index out of range")
 
     (tmp_path / "tokenizer.json").write_text("{}")

@@ -208,6 +208,19 @@ def test_more_in_a_row_than_allowed_roll_back(two, folder, whole):
     assert exact(config) == exact(whole)
 
 
+def test_a_step_that_is_judged_when_the_next_one_is_launched_rolls_back_all_the_same(folder):
+    """One rank with FusedAdam: weights that are NaN from step 6 on are seen one step later, and the lines are those of a sound run."""
+    fused = {"optimizer": {"name": "fused_adam"}, "health": {"retries": 1}}
+    sound, poisoned = tiny(folder, "ahead", **fused), tiny(folder, "ahead-nan", **fused)
+    with Ranks(1) as ranks:
+        one = Cluster(ranks)
+        assert one.run(sound) == exits.DONE, one.said
+        assert one.run(poisoned, faults=((5, "nan"),)) == exits.DONE, one.said
+    assert [line["step"] for line in lines(sound)] == list(range(1, 11))
+    assert lines(poisoned)[4]["event"] == "rolled back from step 8: not finite"
+    assert exact(poisoned) == exact(sound)
+
+
 def test_a_damaged_checkpoint_is_passed_over_and_none_left_is_exit_code_4(two, folder):
     config = tiny(folder, "damaged", train={"steps": 8})
     assert two.run(config) == exits.DONE

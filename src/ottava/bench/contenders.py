@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -48,8 +48,18 @@ PEERS = {
 """Others by name."""
 
 
-class Outcome(NamedTuple):
-    """Of one step: mean loss and norm of gradients. Tensors are read later, so that nothing waits."""
+class Outcome(Protocol):
+    """Of one step: mean loss and norm of gradients, read when the timing is over, so that nothing waits."""
+
+    @property
+    def loss(self) -> Tensor | float: ...
+
+    @property
+    def grad_norm(self) -> Tensor | float: ...
+
+
+class Numbers(NamedTuple):
+    """An `Outcome` that is there, or on the device."""
 
     loss: Tensor | float
     grad_norm: Tensor | float
@@ -107,7 +117,7 @@ def _ours(name: str, overrides: str, setting: Setting) -> Iterator[Contender]:
             found = loop._step()
             if found is None:
                 raise RuntimeError(f"{name}: a step was not finite and there is no checkpoint to go back to.")
-            return Outcome(found.loss, found.grad_norm)
+            return found
 
         recipe = config.precision.make_recipe()
         if recipe is not None and Quantization.of(recipe).delayed:
@@ -120,8 +130,11 @@ def _find_scales(loop: Loop) -> None:
     makes scales of one more layer, from the last one down."""
     for _ in range(loop.config.model.layers + 2):
         batch = loop.data.batch(0, loop.config.train.global_batch).to(loop.world.device)
-        for part in batch.split(loop.config.train.micro_batch):
-            loop._microbatch(0, part, 1.0 / batch.tokens.numel(), None)
+        parts, weight = batch.split(loop.config.train.micro_batch), 1.0 / batch.tokens.numel()
+        if loop.graphs is not None:
+            loop.graphs.begin(parts, weight)
+        for part in parts:
+            loop._microbatch(0, part, weight, None)
         loop.optimizer.zero_grad()
 
 
@@ -206,7 +219,7 @@ def plain_step(
             optimizer.step()
             after()
         optimizer.zero_grad()
-        return Outcome(loss.detach(), norm)
+        return Numbers(loss.detach(), norm)
 
     return step
 
@@ -217,4 +230,4 @@ def reference(setting: Setting, steps: int) -> list[Outcome]:
     shard(model, setting.world.device)
     assert isinstance(model, FSDPModule)
     step = plain_step(model, setting, lambda: None, update=steps > 1)
-    return [Outcome(float(found.loss), float(found.grad_norm)) for found in (step() for _ in range(steps))]
+    return [Numbers(float(found.loss), float(found.grad_norm)) for found in (step() for _ in range(steps))]

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from ottava.bench import report, timing
 from ottava.bench.contenders import (
@@ -38,6 +37,7 @@ from ottava.bench.peers import Unavailable
 from ottava.bench.shapes import Workload, override, train_config, workloads
 from ottava.models import LlamaConfig
 from ottava.train.flops import Bound, device_peak
+from ottava.train.listen import LOOPBACK, serve_store
 from ottava.train.token_file import write_token_file
 from ottava.train.world import Place, World
 
@@ -246,7 +246,7 @@ def run(options: argparse.Namespace) -> int:
     """Checks, measures, prints a table and writes the JSON."""
     shape_name = options.shape or ("1b" if torch.cuda.is_available() else "tiny")
     workload = workloads()[shape_name]
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store = serve_store()
     with tempfile.TemporaryDirectory(prefix="ottava-bench-") as folder:
         steps = options.steps + options.warmup + 3 + 3 + 2
         tokens = write_tokens(Path(folder) / "bench.tokens", workload, steps)
@@ -259,7 +259,7 @@ def run(options: argparse.Namespace) -> int:
         except ValueError as error:
             print(f"ottava bench step: {error}", file=sys.stderr)
             return 2
-        with World(Place(0, 1, 0, 1, "localhost", store.port), timeout=600.0) as world:
+        with World(Place(0, 1, 0, 1, LOOPBACK, store.port), timeout=600.0) as world:
             if world.device.type == "cpu":
                 torch.set_num_threads(1)  # products this small lose by being shared out
             setting = Setting(workload, config, Path(folder), world)

@@ -6,8 +6,10 @@ A box is (offset, shape) in the canonical tensor, the one that a single process 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -18,6 +20,8 @@ from ottava import torch_private
 Index = tuple[int, ...]
 Box = tuple[Index, Index]
 """(offset, shape)"""
+MOST_CUTS = 6
+"""Dimensions of one tensor that boxes may cut: a mesh cuts one or two. Each doubles the work of looking at a box."""
 
 
 @dataclass(frozen=True)
@@ -116,15 +120,25 @@ def tiling_problem(shape: Index, boxes: Sequence[Box]) -> str | None:
     total, covered = math.prod(shape), sum(math.prod(size) for _, size in boxes)
     if covered != total:
         return f"boxes have {covered} of {total} elements of shape {shape}"
-    # Inside, and as many elements as the tensor: what is left to exclude is an overlap with a gap elsewhere. Sorted by the
-    # dimension that is cut most, a box can only meet those that begin before it ends.
-    cut = max(range(len(shape)), key=lambda d: len({offset[d] for offset, _ in boxes}), default=0)
-    ordered = sorted((b for b in boxes if math.prod(b[1])), key=lambda b: b[0][cut:] + b[0][:cut])
-    for i, first in enumerate(ordered if shape else []):
-        end = first[0][cut] + first[1][cut]
-        for j in range(i + 1, len(ordered)):
-            if ordered[j][0][cut] >= end:
-                break
-            if overlap(first, ordered[j]):
-                return f"boxes {first} and {ordered[j]} overlap"
-    return None
+    # Inside, and as many elements as the tensor: what is left to exclude is an overlap with a gap elsewhere. Each box is the sum of
+    # steps at its corners (+1 where it begins, -1 where it ends, in each dimension). Boxes cover the tensor once if and only if their
+    # steps add up to those of the whole: one look at each box, however they lie. Dimensions that nobody cuts have no part in it.
+    cut = [d for d, n in enumerate(shape) if any(size[d] != n for _, size in boxes)]
+    if len(cut) > MOST_CUTS:
+        return f"boxes cut {len(cut)} dimensions of shape {shape}; at most {MOST_CUTS} are understood"
+    steps = Counter[Index]()
+    for box, factor in [(((0,) * len(shape), shape), -1), *((box, 1) for box in boxes)]:
+        for point, sign in _corners(box, cut):
+            steps[point] += factor * sign
+    wrong = min((point for point, step in steps.items() if step), default=None)
+    if wrong is None:
+        return None
+    where = ", ".join(f"{at} of dimension {d}" for d, at in zip(cut, wrong))
+    return f"boxes overlap, or leave a gap, at {where} of shape {shape}"
+
+
+def _corners(box: Box, cut: Sequence[int]) -> Iterator[tuple[Index, int]]:
+    """(point, sign) of the steps that a box consists of, in the dimensions `cut`."""
+    if math.prod(box[1]):
+        for ends in product((0, 1), repeat=len(cut)):
+            yield tuple(box[0][d] + end * box[1][d] for d, end in zip(cut, ends)), (-1) ** sum(ends)

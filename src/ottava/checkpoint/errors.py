@@ -6,6 +6,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ottava.exchange import travels
+
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be saved or loaded. Every rank raises the same one.
@@ -52,6 +54,7 @@ class Rejected:
     reason: str
 
 
+@travels
 @dataclass(frozen=True)
 class Failure:
     """Why a rank could not do its part."""

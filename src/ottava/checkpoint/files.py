@@ -22,8 +22,10 @@ from ottava.checkpoint.manifest import FileEntry, Manifest, config_digest
 from ottava.checkpoint.metadata import Chunk, Entry
 from ottava.checkpoint.names import MANIFEST, MAX_JSON_BYTES, METADATA, STATE
 from ottava.checkpoint.storage import Folder
+from ottava.exchange import travels
 
 
+@travels
 @dataclass(frozen=True)
 class Written:
     """Report about a shard."""

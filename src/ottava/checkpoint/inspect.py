@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ottava.checkpoint import metadata
 from ottava.checkpoint.archive import find_data
 from ottava.checkpoint.errors import InvalidCheckpoint, NoUsableCheckpoint, Rejected, shown
-from ottava.checkpoint.manifest import check_digest, check_sizes, read_json, read_manifest, read_small
+from ottava.checkpoint.manifest import check_digest, check_holes, check_sizes, read_json, read_manifest, read_small
 from ottava.checkpoint.names import MANIFEST, METADATA, STATE, step_of
 from ottava.checkpoint.storage import Folder, Location, folder_at, storage_at
 
@@ -86,6 +86,7 @@ def _checkpoint(path: Location) -> Folder | None:
 def _verify(folder: Folder) -> Iterator[Row]:
     try:
         manifest = read_manifest(folder)
+        check_holes(folder, manifest)
     except (InvalidCheckpoint, OSError) as error:
         yield Row(folder.name, False, str(error))
         return
@@ -109,7 +110,8 @@ def _verify(folder: Folder) -> Iterator[Row]:
 
 def _check_index(folder: Folder) -> int:
     """Looks for the data of every box where the index says; how many there are."""
-    read_json(folder, STATE)
+    if type(read_json(folder, STATE).get("values")) is not dict:
+        raise InvalidCheckpoint.of(STATE, "has no values.")
     count = 0
     for entry in _entries(folder).values():
         for chunk in entry.chunks:
@@ -123,9 +125,7 @@ def _entries(folder: Folder) -> dict[str, metadata.Entry]:
     manifest = read_manifest(folder)
     sizes = {name: entry.bytes for name, entry in manifest.files.items()}
     check_sizes(folder, manifest)
-    return metadata.decode(
-        read_small(folder, METADATA, metadata.size_limit(manifest.total_bytes - sizes[METADATA])), sizes
-    )
+    return metadata.decode(read_small(folder, METADATA, metadata.size_limit(folder, sizes)), sizes)
 
 
 def _tensors(folder: Folder) -> Iterator[Row]:

@@ -23,10 +23,18 @@ from ottava.checkpoint.archive import find_data
 from ottava.checkpoint.boxes import Part, overlap, part_of, within
 from ottava.checkpoint.errors import InvalidCheckpoint, NoUsableCheckpoint, Rejected, joined, listed
 from ottava.checkpoint.flat import Flat, assign, flatten
-from ottava.checkpoint.manifest import Manifest, check_digest, check_sizes, read_json, read_manifest, read_small
+from ottava.checkpoint.manifest import (
+    Manifest,
+    check_digest,
+    check_sizes,
+    check_stamp,
+    json_object,
+    read_manifest,
+    read_verified,
+)
 from ottava.checkpoint.metadata import Chunk, Entry
-from ottava.checkpoint.names import METADATA, STATE, directory_name, step_of
-from ottava.checkpoint.storage import Folder, Location, Storage, folder_at
+from ottava.checkpoint.names import MAX_JSON_BYTES, METADATA, STATE, directory_name, step_of
+from ottava.checkpoint.storage import Folder, Location, Stamp, Storage, folder_at
 from ottava.checkpoint.team import Team
 
 _BLOCK_BYTES = 16 << 20  # read at once
@@ -74,6 +82,8 @@ class Opened:
     entries: dict[str, Entry]
     values: dict[str, Any]
     config: Any
+    stamps: dict[str, Stamp]
+    """What each file was known by before its content was verified."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +118,9 @@ def load(
     rejected: list[Rejected] = []
     for folder in folders:
         what = f"{folder.name} was not loaded"
-        opened, failures = team.attempt(what, lambda f=folder: open_checkpoint(f, team.rank, team.size))  # type: ignore[misc]
+        opened, failures = team.attempt(what, lambda f=folder: read_index(f))  # type: ignore[misc]
+        if not failures:  # every rank knows the files now, so nobody hashes one that another has not seen
+            _, failures = team.attempt(what, lambda o=opened: verify_shards(o, team.rank, team.size))  # type: ignore[misc]
         if not failures:
             assert opened is not None
             named = as_stored(flat, opened)
@@ -119,7 +131,7 @@ def load(
             rotten.update({step_of(folder.name)} - {None} if _by_name(which) else ())  # type: ignore[arg-type]
             continue
         assert opened is not None and reads is not None
-        team.agree(f"{what}, and tensors may be filled in part", lambda: read_all(folder, reads), lambda _: None)  # noqa: B023
+        team.agree(f"{what}, and tensors may be filled in part", lambda: read_all(opened, reads), lambda _: None)  # noqa: B023
         for name in named.values:
             if name in wanted:
                 assign(state, named.paths[name], opened.values[name])
@@ -130,22 +142,34 @@ def load(
     return None
 
 
-def open_checkpoint(folder: Folder, rank: int = 0, size: int = 1) -> Opened:
-    """Verifies a checkpoint and reads what it says. Of the files' digests this rank checks one in `size`."""
+def open_checkpoint(folder: Folder) -> Opened:
+    """A checkpoint, verified."""
+    opened = read_index(folder)
+    verify_shards(opened)
+    return opened
+
+
+def verify_shards(opened: Opened, rank: int = 0, size: int = 1) -> None:
+    """InvalidCheckpoint unless the shards are what the manifest says. This rank reads one in `size`."""
+    files = opened.manifest.files
+    shards = sorted(files.keys() - {METADATA, STATE}, key=lambda name: (-files[name].bytes, name))
+    for name in shards[rank::size]:
+        check_digest(opened.folder, opened.manifest, name, opened.stamps[name])
+
+
+def read_index(folder: Folder) -> Opened:
+    """Reads what a checkpoint says of itself, verified; of the shards the sizes alone."""
     if not folder.exists():
         raise InvalidCheckpoint.of(folder.name, "there is no such directory.")
     manifest = read_manifest(folder)
-    check_sizes(folder, manifest)
-    largest_first = sorted(manifest.files, key=lambda name: (-manifest.files[name].bytes, name))
-    for name in largest_first[rank::size]:
-        check_digest(folder, manifest, name)
+    stamps = check_sizes(folder, manifest)
     sizes = {name: entry.bytes for name, entry in manifest.files.items()}
-    limit = metadata.size_limit(manifest.total_bytes - sizes[METADATA])
-    entries = metadata.decode(read_small(folder, METADATA, limit), sizes)
-    state = read_json(folder, STATE)
+    limit = metadata.size_limit(folder, sizes)
+    entries = metadata.decode(read_verified(folder, manifest, METADATA, limit), sizes)
+    state = json_object(read_verified(folder, manifest, STATE, MAX_JSON_BYTES), STATE)
     if type(state.get("values")) is not dict:
         raise InvalidCheckpoint.of(STATE, "has no values.")
-    return Opened(folder, manifest, entries, state["values"], state.get("config"))
+    return Opened(folder, manifest, entries, state["values"], state.get("config"), stamps)
 
 
 def _by_name(which: Location | int) -> bool:
@@ -278,14 +302,15 @@ def plan_reads(opened: Opened, flat: Flat, wanted: set[str]) -> list[Read]:
     return reads
 
 
-def read_all(folder: Folder, reads: list[Read]) -> None:
-    """Fills the tensors, file by file in the order of their bytes."""
+def read_all(opened: Opened, reads: list[Read]) -> None:
+    """Fills the tensors, file by file in the order of their bytes. InvalidCheckpoint if a file is not what was verified."""
     buffer = bytearray()
     ordered = sorted(reads, key=lambda r: (r.chunk.file, r.position))
     for name, own in groupby(ordered, lambda r: r.chunk.file):
-        with torch.no_grad(), folder.open(name) as file:
+        with torch.no_grad(), opened.folder.open(name) as file:
             for read in own:
                 buffer = _read(file, read, buffer)
+            check_stamp(name, file, opened.stamps[name])
 
 
 def _read(file: BinaryIO, read: Read, buffer: bytearray) -> bytearray:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, BinaryIO
 
@@ -19,12 +21,15 @@ from ottava.checkpoint.names import (
     check_file_name,
     step_of,
 )
-from ottava.checkpoint.storage import Folder, size_of
+from ottava.checkpoint.storage import Folder, Stamp, bytes_held, size_of, stamp_of
+from ottava.exchange import travels
 
 SCHEMA = "ottava-checkpoint"
 VERSION = 1
+MOST_HOLES = 1 << 30  # bytes of all files that may be holes but for one in 256
 
 
+@travels
 @dataclass(frozen=True)
 class FileEntry:
     """One file: its size and the hexadecimal digest of its content."""
@@ -125,19 +130,55 @@ def read_manifest(folder: Folder) -> Manifest:
     return manifest
 
 
-def check_sizes(folder: Folder, manifest: Manifest) -> None:
-    """InvalidCheckpoint unless every file is there, a plain file, and as long as the manifest says."""
+def check_sizes(folder: Folder, manifest: Manifest) -> dict[str, Stamp]:
+    """InvalidCheckpoint unless every file is there, a plain file, and as long as the manifest says. What each is known by."""
+    check_holes(folder, manifest)
+    stamps = {}
     for name, entry in manifest.files.items():
         with folder.open(name) as file:
-            size = size_of(file)
+            size, stamps[name] = size_of(file), stamp_of(file)
         if size != entry.bytes:
             raise InvalidCheckpoint.of(name, f"has {size} bytes, the manifest says {entry.bytes}.")
+    return stamps
 
 
-def check_digest(folder: Folder, manifest: Manifest, name: str) -> None:
-    """InvalidCheckpoint unless the content of a file is what the manifest says."""
+def check_holes(folder: Folder, manifest: Manifest) -> None:
+    """Reading terabytes of holes takes as long as reading data, and costs who sent them nothing: InvalidCheckpoint."""
+    found = {}  # (bytes, bytes that are no holes)
+    for name in manifest.files:
+        with suppress(InvalidCheckpoint), folder.open(name) as file:
+            found[name] = size_of(file), bytes_held(file)
+    total, held = (sum(numbers) for numbers in zip((0, 0), *found.values()))
+    if total > max(MOST_HOLES, 256 * held):
+        name = max(found, key=lambda n: found[n][0] - found[n][1])
+        reason = f"of its {found[name][0]} bytes {found[name][1]} are there, the rest are holes"
+        raise InvalidCheckpoint.of(name, f"{reason}: if it is yours, copy it with `cp --sparse=never`.")
+
+
+def read_verified(folder: Folder, manifest: Manifest, name: str, most: int) -> bytes:
+    """All bytes of a file that may have at most `most`, if they are what the manifest says."""
+    data = read_small(folder, name, most)
+    _compare_digest(manifest, name, *digest_of(io.BytesIO(data), manifest.hash))
+    return data
+
+
+def check_digest(folder: Folder, manifest: Manifest, name: str, stamp: Stamp | None = None) -> None:
+    """InvalidCheckpoint unless the content of a file is what the manifest says. stamp: what it has to be known by still."""
     with folder.open(name) as file:
-        size, digest = digest_of(file, manifest.hash)
+        if (size := size_of(file)) != manifest.files[name].bytes:
+            raise InvalidCheckpoint.of(name, f"has {size} bytes, the manifest says {manifest.files[name].bytes}.")
+        found = digest_of(file, manifest.hash)
+        check_stamp(name, file, stamp)
+    _compare_digest(manifest, name, *found)
+
+
+def check_stamp(name: str, file: BinaryIO, stamp: Stamp | None) -> None:
+    """InvalidCheckpoint if an open file is not the one, in the state, that was verified."""
+    if stamp is not None and stamp_of(file) != stamp:
+        raise InvalidCheckpoint.of(name, "was changed or replaced while it was read.")
+
+
+def _compare_digest(manifest: Manifest, name: str, size: int, digest: str) -> None:
     if (size, digest) != (manifest.files[name].bytes, manifest.files[name].digest):
         raise InvalidCheckpoint.of(
             name, f"its {manifest.hash} is {digest}, the manifest says {shown(manifest.files[name].digest)}."

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,10 @@ from ottava.checkpoint.boxes import Box, Index, tiling_problem
 from ottava.checkpoint.errors import InvalidCheckpoint, shown
 from ottava.checkpoint.flat import Path
 from ottava.checkpoint.names import METADATA, SHARD_SUFFIX, check_file_name
+from ottava.checkpoint.storage import Folder, bytes_held, size_of
+
+FREE_BYTES = 2 << 20
+"""That `.metadata` may have in any case: some 10,000 boxes."""
 
 
 @dataclass(frozen=True)
@@ -66,19 +70,24 @@ def encode(entries: Mapping[str, Entry], paths: Mapping[str, Path]) -> bytes:
     return pickle.dumps(dcp.Metadata(tensors, planner_data, storage, dcp.StorageMeta(), version="1.0.0"))  # type: ignore[arg-type]
 
 
-def size_limit(shard_bytes: int) -> int:
-    """Most bytes that `.metadata` may have beside shards of this size.
+def size_limit(folder: Folder, files: Iterable[str]) -> int:
+    """Most bytes that `.metadata` may have beside these files.
 
     A stored box takes over 1,000 bytes in its shard, however small the tensor, and about 150 here. So an honest file stays far
-    below, and a large one that would fill the memory comes only with shards to match.
+    below, and a large one that would fill the memory comes only with shards to match: of bytes, not of holes.
     """
-    return min(1 << 30, (1 << 20) + shard_bytes // 4)
+    limit = FREE_BYTES
+    for name in files:
+        if name.endswith(SHARD_SUFFIX):
+            with folder.open(name) as file:
+                limit += min(size_of(file) // 4, bytes_held(file))
+    return min(1 << 30, limit)
 
 
 def decode(data: bytes, sizes: Mapping[str, int]) -> dict[str, Entry]:
     """The stored tensors by name. sizes: bytes of each file of the checkpoint, from its manifest."""
     try:
-        root = _Reader(io.BytesIO(data)).load()
+        root = _Reader(data).load()
     except InvalidCheckpoint:
         raise
     except Exception as error:  # whatever a damaged file makes the unpickler do; it cannot do much
@@ -220,10 +229,31 @@ class _Record:
 
 
 class _Keyed(dict):
+    __slots__ = ()
+
     def __setitem__(self, key: Any, value: Any) -> None:
         if not isinstance(key, str | _Record):  # nested tuples are hashed for ever, or until the stack ends
             raise _bad(f"has a {type(key).__name__} as a key.")
         super().__setitem__(key, value)
+
+
+_CONTAINERS = [
+    *(pickle.MARK, pickle.EMPTY_LIST, pickle.EMPTY_DICT, pickle.NEWOBJ, pickle.REDUCE),
+    *(pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
+]
+_MEMORIES = [pickle.MEMOIZE, pickle.BINPUT, pickle.LONG_BINPUT]
+
+
+def _counted(load: Any) -> Any:
+    """An instruction of which a file may have as many as its size explains."""
+
+    def run(reader: Any) -> None:
+        reader.left -= 1
+        if reader.left < 0:
+            raise _bad("makes more objects than a checkpoint of its size has: it was not read further.")
+        load(reader)
+
+    return run
 
 
 class _Dispatch(dict):
@@ -236,10 +266,14 @@ class _Reader(pickle._Unpickler):
 
     dispatch = _Dispatch({code[0]: pickle._Unpickler.dispatch[code[0]] for code in _INSTRUCTIONS})
     dispatch[pickle.EMPTY_DICT[0]] = lambda self: self.append(_Keyed())
+    for code in (*_CONTAINERS, *_MEMORIES):
+        dispatch[code[0]] = _counted(dispatch[code[0]])
 
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
         self._kinds: dict[tuple[str, str], type[_Record]] = {}
+        # DCP's own files make one for every four bytes. Each takes up to 240 bytes of memory, and an instruction for it one byte.
+        self.left = 2000 + len(data) // 3
 
     def find_class(self, module: str, name: str) -> Any:
         """A record's class for what may be named; dtypes are themselves."""

@@ -48,7 +48,9 @@ def shard_name(rank: int) -> str:
 def check_file_name(name: object, named_in: str) -> str:
     """`name` if it is a plain file name; an error about the file `named_in` for anything with a path in it."""
     if not isinstance(name, str) or not _FILE.fullmatch(name) or name in (".", ".."):
-        raise InvalidCheckpoint.of(named_in, f"{str(name)[:80]!r} is not the name of a file in its own directory.")
+        # Nothing but text is shown: that of nested tuples may have more characters than there are atoms.
+        what = repr(name[:80]) if isinstance(name, str) else f"a {type(name).__name__}"
+        raise InvalidCheckpoint.of(named_in, f"{what} is not the name of a file in its own directory.")
     return name
 
 

@@ -13,8 +13,10 @@ from torch.distributed.tensor import DTensor
 from ottava.checkpoint.boxes import Box, Index, part_of, tiling_problem
 from ottava.checkpoint.errors import listed
 from ottava.checkpoint.flat import Flat, Path
+from ottava.exchange import travels
 
 
+@travels
 @dataclass(frozen=True)
 class Held:
     """What a rank holds of a tensor."""
@@ -25,6 +27,7 @@ class Held:
     boxes: tuple[Box, ...]
 
 
+@travels
 @dataclass(frozen=True)
 class Offer:
     """What a rank could write."""

@@ -55,5 +55,5 @@ class Reader:
         offset, shape = box or ((0,) * len(entry.shape), entry.shape)
         tensor = torch.empty(shape, dtype=entry.dtype)
         flat = Flat({name: Part(entry.shape, entry.dtype, ((offset, tensor),))}, {}, {})
-        read_all(self._opened.folder, plan_reads(self._opened, flat, {name}))
+        read_all(self._opened, plan_reads(self._opened, flat, {name}))
         return tensor

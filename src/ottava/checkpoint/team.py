@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from ottava import exchange
 from ottava.checkpoint.errors import CheckpointError, Failure, RankLost, joined
 
 Part = TypeVar("Part")
@@ -79,31 +80,23 @@ class Team:
         """All ranks' values in rank 0; an empty list elsewhere."""
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
-        target = values if self.rank == 0 else None
-        self._communicate(what, lambda group: dist.gather_object(value, target, dst=0, group=group))
-        return values if self.rank == 0 else []
+        return self._communicate(what, lambda group: exchange.gather(value, group))
 
     def _broadcast(self, what: str, value: Any) -> Any:
         if self.size == 1:
             return value
-        box = [value]
-        self._communicate(what, lambda group: dist.broadcast_object_list(box, src=0, group=group))
-        return box[0]
+        return self._communicate(what, lambda group: exchange.broadcast(value, group))
 
     def _scatter(self, what: str, values: list[Any]) -> Any:
         if self.size == 1:
             return values[0]
-        box: list[Any] = [None]
-        source = values if self.rank == 0 else None
-        self._communicate(what, lambda group: dist.scatter_object_list(box, source, src=0, group=group))
-        return box[0]
+        return self._communicate(what, lambda group: exchange.scatter(values, group))
 
-    def _communicate(self, what: str, collective: Callable[[dist.ProcessGroup], Any]) -> None:
+    def _communicate(self, what: str, collective: Callable[[dist.ProcessGroup], Any]) -> Any:
         self.connect(what)
         assert self._group is not None
         try:
-            collective(self._group)
+            return collective(self._group)
         except RuntimeError as error:
             raise self._lost(what, error) from error
 

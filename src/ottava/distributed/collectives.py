@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ottava import torch_private
-from ottava.distributed.waits import waiting
+from ottava.overlap.sums import sum_by_halves
+from ottava.overlap.waits import waiting
 
 # torch 2.13 has new names for the collectives on one tensor and warns about the old ones, which are all that 2.11 has.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -106,7 +107,7 @@ def begin_reduce_scatter(y: Tensor, group: Any, bias: Tensor | None = None) -> C
     def finish() -> Tensor:
         with waiting():
             work.wait()
-        return _plus(received, bias) if native else _sum_by_halves(received.unflatten(0, (size, -1)), bias)
+        return _plus(received, bias) if native else sum_by_halves(received.unflatten(0, (size, -1)), bias)
 
     return finish
 
@@ -123,7 +124,7 @@ def all_reduce(y: Tensor, group: Any, bias: Tensor | None = None) -> Tensor:
         return _plus(total, bias)
     if y.shape[0] % size == 0:
         return all_gather(reduce_scatter(y, group, bias), group)
-    return _sum_by_halves(all_gather(y.unsqueeze(0), group), bias)  # few or odd rows: everyone sums everything
+    return sum_by_halves(all_gather(y.unsqueeze(0), group), bias)  # few or odd rows: everyone sums everything
 
 
 def native_sums(y: Tensor, group: Any) -> bool:
@@ -153,17 +154,6 @@ class FixedOrderReduceScatter:
             raise ValueError(f"Gradients are summed or averaged, got {op}.")
         total = reduce_scatter(input_tensor.view(-1, 1), group).view_as(output_tensor)
         output_tensor.copy_(total / size_of(group) if op == dist.ReduceOp.AVG else total)
-
-
-def _sum_by_halves(parts: Tensor, bias: Tensor | None) -> Tensor:
-    """parts [size, m, N] -> [m, N]: float32 additions, halves of the ranks first; then the bias, then one rounding."""
-    wide = torch.promote_types(parts.dtype, torch.float32)
-    terms = [part.to(wide) for part in parts]
-    while len(terms) > 1:
-        odd = terms[len(terms) // 2 * 2 :]
-        terms = [a + b for a, b in zip(terms[0::2], terms[1::2])] + odd
-    total = terms[0] if bias is None else terms[0] + bias.to(wide)
-    return total.to(parts.dtype)
 
 
 def _bytes(x: Tensor) -> Tensor:

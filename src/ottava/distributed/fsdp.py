@@ -139,7 +139,7 @@ class GatherPlan:
 
     def __init__(self, reshard_after_forward: bool, whole: bool = False) -> None:
         self.reshard_after_forward, self.whole = reshard_after_forward, whole
-        """whole: no other rank has a part, and weights that were changed by hand are noticed. (FSDP2 refuses to gather them.)"""
+        """whole: no other rank has a part, and weights that were changed by hand are renewed. (FSDP2 refuses to gather them.)"""
         self.recipe: Recipe | None = None
         self.refused: Recipe | None = None
         """A recipe whose bytes cannot travel."""
@@ -192,8 +192,11 @@ def before_forward(model: nn.Module, args: Any) -> None:
             warn_once(f"ottava: weights travel in high precision. {error}")
             return
         refresh(model)
-    elif wire.recipe is not None and (wire.made_at != _STEPS[0] or (wire.whole and not all(map(fresh, wire.weights)))):
+    elif wire.recipe is not None and wire.made_at != _STEPS[0]:
         refresh(model)
+    elif wire.recipe is not None and not all(map(fresh, wire.weights)):
+        # Changed by hand. Other ranks do not know: what was gathered before is freed here, and the next gather raises with the name.
+        refresh(model) if wire.whole else reshard(model)
 
 
 def reshard(model: nn.Module) -> None:
@@ -227,6 +230,11 @@ def refresh(model: nn.Module) -> None:
     renew((weight.master, weight.memory) for weight in weights)  # type: ignore[misc]
     for weight in weights:
         note_made(weight)
+
+
+def keeps_copies(model: nn.Module) -> bool:
+    """Whether FP8 copies of the model's weights are kept from step to step: `shard_model` and `keep_whole` see to that."""
+    return model in _PLANS
 
 
 def attach(optimizer: torch.optim.Optimizer, model: nn.Module) -> Any:

@@ -89,7 +89,15 @@ def parallelize(
     seed_tracker(tracker, seed, meshes.tp.get_local_rank(), meshes.dp_rank)
     if plan.tp > 1:
         use_tracker(model, tracker)
-        split_tensors(model, meshes.tp, meshes.weight, sequence_parallel=plan.sequence_parallel, overlap=plan.overlap)
+        split_tensors(
+            model,
+            meshes.tp,
+            meshes.weight,
+            sequence_parallel=plan.sequence_parallel,
+            overlap=plan.overlap,
+            overlap_transport=plan.overlap_transport,
+            overlap_minimum_tokens=plan.overlap_minimum_tokens,
+        )
     apply_recompute(model, plan.recompute, chosen or None)
     wrapped = model
     if plan.strategy == "fsdp1":

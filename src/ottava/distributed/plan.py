@@ -24,12 +24,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ottava.overlap.schedule import METHODS, TRANSPORTS
+
 MESH_DIMENSIONS = ("dp_replicate", "dp_shard", "tp")
 """Names of the mesh dimensions, slowest first."""
 
 STRATEGIES = ("fsdp2", "fsdp1", "ddp", "none")
 RECOMPUTE = ("none", "selective", "full")
-OVERLAP = ("none", "bulk", "ring", "pipeline")
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -71,7 +72,14 @@ class ParallelPlan:
     """Activations computed again in backward: "none", "selective" (all but the costly products), "full" (whole blocks)."""
 
     overlap: str = "none"
-    """How tensor-parallel communication hides under products: "none", "bulk", "ring", "pipeline". Values stay the same."""
+    """How tensor-parallel communication hides under products: "none", "bulk", "ring", "pipeline", or "auto": the estimate chooses.
+    Needs sequence_parallel; values stay the same."""
+
+    overlap_transport: str = "auto"
+    """What carries it: "point_to_point" (the process group), "symmetric_memory" (CUDA), or "auto": the best there is."""
+
+    overlap_minimum_tokens: int | None = None
+    """Tokens of all tp ranks below which no product is cut into chunks. None: an estimate decides; 0: all are."""
 
     param_dtype: torch.dtype = torch.bfloat16
     """Type in which parameters that are not quantized are gathered and used."""
@@ -105,7 +113,13 @@ class ParallelPlan:
         self._check_sizes()
         _check_choice("strategy", self.strategy, STRATEGIES)
         _check_choice("recompute", self.recompute, RECOMPUTE)
-        _check_choice("overlap", self.overlap, OVERLAP)
+        _check_choice("overlap", self.overlap, METHODS)
+        _check_choice("overlap_transport", self.overlap_transport, TRANSPORTS)
+        tokens = self.overlap_minimum_tokens
+        if tokens is not None and (not _is_count(tokens) or tokens < 0):
+            raise ValueError(
+                f"ParallelPlan: overlap_minimum_tokens must be a number of tokens, 0 or more, or None, got {tokens!r}."
+            )
         for name in ("param_dtype", "reduce_dtype"):
             if getattr(self, name) not in _DTYPES:
                 raise ValueError(

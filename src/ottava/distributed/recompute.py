@@ -236,6 +236,11 @@ def _recomputed_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return checkpoint(forward, *args, **vars(self)["_recompute_options"].for_checkpoint)
 
 
+def is_recomputed(block: nn.Module) -> bool:
+    """Whether `apply_recompute` made its forward run again in backward."""
+    return "_recompute_options" in vars(block)
+
+
 def _select(block: nn.Module) -> None:
     chosen: list[nn.Module] = [m for m in block.modules() if isinstance(m, LayerNormLinear | LayerNormMLP)]
     for attention in block.modules():

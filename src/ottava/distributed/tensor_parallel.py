@@ -21,21 +21,34 @@ from ottava.nn import DotProductAttention, MultiheadAttention, TransformerLayer
 from ottava.nn import strategy as nn_strategy
 from ottava.nn.base import QuantizedModule
 from ottava.nn.operand import Operand, token_dims
-from ottava.nn.options import ParallelOptions
-from ottava.nn.strategy import ALONE, Layout, Multiply, MultiplyAdd, Operands, Strategy, add_by_group
+from ottava.nn.options import OverlapOptions, ParallelOptions
+from ottava.nn.product import Product
+from ottava.nn.strategy import ALONE, Layout, Operands, Strategy, add_by_group
 from ottava.notices import warn_once
+from ottava.overlap.bulk import parts_of_ranks
+from ottava.overlap.engine import Engine
+from ottava.overlap.schedule import Schedule
+from ottava.overlap.switches import schedule_of, warn_of_idle_switches
 from ottava.quant.weight import Weight
 
 __all__ = ["Column", "Row", "split_tensors"]
 
+NO_SCHEDULE = Schedule()
+
+
+def _nothing() -> None:
+    pass
+
 
 class _TensorParallel(Strategy):
-    """What column and row have in common: a group, and whether tokens are spread over it."""
+    """What column and row have in common: a group, whether tokens are spread over it, and what hides collectives under products."""
 
-    def __init__(self, group: Any, sequence_parallel: bool = False, bulk: bool = False) -> None:
-        self.group, self.spreads_tokens, self.bulk = group, sequence_parallel, bulk
+    def __init__(self, group: Any, sequence_parallel: bool = False, schedule: Schedule = NO_SCHEDULE) -> None:
+        self.group, self.spreads_tokens = group, sequence_parallel
         self.size, self.rank = collectives.size_of(group), collectives.rank_of(group)
         self.shares_weight_amax = True
+        self.schedule = schedule
+        self.engine = Engine(group, schedule) if sequence_parallel and schedule.active else None
 
     def share_amax(self, amax: Tensor) -> Tensor:
         """MAX over the ranks, of each element."""
@@ -45,44 +58,48 @@ class _TensorParallel(Strategy):
         """The ranks' tensors behind one another along `dim`."""
         return collectives.all_gather(x, self.group, dim)
 
-    def reduce(self, y: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Sum over ranks, plus bias: all tokens, or this rank's with sequence parallelism."""
-        if self.spreads_tokens:
-            return collectives.reduce_scatter(y, self.group, bias)
-        return collectives.all_reduce(y, self.group, bias)
+    def begin_reduce(
+        self, y: Tensor, rows: list[int], bias: Tensor | None = None, bulk: bool = False
+    ) -> Callable[[], Tensor]:
+        """What gives the sum over ranks of y, plus bias: all tokens, or this rank's of each group with sequence parallelism.
 
-    def begin_gather(self, x: Tensor, dim: int = 0) -> Callable[[], Tensor]:
-        """`gather`; with `bulk` it travels until the function returned is called."""
-        if self.bulk:
-            return collectives.begin_all_gather(x, self.group, dim)
-        whole = self.gather(x, dim)
-        return lambda: whole
-
-    def begin_reduce(self, y: Tensor) -> Callable[[], Tensor]:
-        """`reduce`, likewise."""
-        if self.bulk and self.spreads_tokens:
-            return collectives.begin_reduce_scatter(y, self.group)
-        total = self.reduce(y)
+        rows: of each group. bulk: it may travel until the function returned is called.
+        """
+        if not self.spreads_tokens:
+            total = collectives.all_reduce(y, self.group, bias)
+            return lambda: total
+        begun = self.engine.begin_scatter(y, rows) if bulk and self.engine is not None else None
+        if begun is not None:
+            return lambda: begun(bias)
+        _check_tokens(rows, self.size)
+        parts = y if len(rows) == 1 else parts_of_ranks(y, rows, self.size).flatten(0, 1)
+        if bulk and self.schedule.scatter_dgrad != "none":
+            return collectives.begin_reduce_scatter(parts, self.group, bias)
+        total = collectives.reduce_scatter(parts, self.group, bias)
         return lambda: total
 
     def gather_tokens(self, operand: Operand) -> Operand:
         """The operand of all ranks' tokens: bytes, and the scales where they belong to tokens."""
-        dims = token_dims(operand)
-        data = self.gather(operand.data, dims.data)
-        if dims.scale is None:
-            return operand._replace(data=data)
-        assert operand.scale_inv is not None
-        return operand._replace(data=data, scale_inv=self.gather(operand.scale_inv, dims.scale))
+        return self._begin_gather_one(operand)()
 
-    def begin_gather_tokens(self, operand: Operand) -> Callable[[], Operand]:
-        """`gather_tokens`, likewise."""
+    def _begin_gather_one(self, operand: Operand) -> Callable[[], Operand]:
         dims = token_dims(operand)
-        data = self.begin_gather(operand.data, dims.data)
+        data = collectives.begin_all_gather(operand.data, self.group, dims.data)
         if dims.scale is None:
             return lambda: operand._replace(data=data())
         assert operand.scale_inv is not None
-        scale = self.begin_gather(operand.scale_inv, dims.scale)
+        scale = collectives.begin_all_gather(operand.scale_inv, self.group, dims.scale)
         return lambda: operand._replace(data=data(), scale_inv=scale())
+
+    def begin_gather_tokens(self, operands: Operands) -> Callable[[], Operands]:
+        """`gather_tokens` of each; in bulk they travel until the function returned is called."""
+        begun = None if self.engine is None else self.engine.begin_gather(operands)
+        if begun is not None:
+            return begun
+        if self.schedule.gather_wgrad == "none":
+            return lambda: [self.gather_tokens(operand) for operand in operands]
+        travelling = [self._begin_gather_one(operand) for operand in operands]
+        return lambda: [arrive() for arrive in travelling]
 
     def replicated(self, parameter: Tensor) -> Tensor:
         """`parameter`, whose gradient is summed over the ranks."""
@@ -95,8 +112,8 @@ class _TensorParallel(Strategy):
 class Column(_TensorParallel):
     """y[M, N/tp] = x[M, K] @ w[N/tp, K].T: each rank computes some of the outputs."""
 
-    def __init__(self, group: Any, sequence_parallel: bool = False, bulk: bool = False) -> None:
-        super().__init__(group, sequence_parallel, bulk)
+    def __init__(self, group: Any, sequence_parallel: bool = False, schedule: Schedule = NO_SCHEDULE) -> None:
+        super().__init__(group, sequence_parallel, schedule)
         self.shares_input_amax = self.gathers_input = sequence_parallel
         self.shares_grad_amax = True
 
@@ -104,20 +121,28 @@ class Column(_TensorParallel):
         """x[M, K] from x[M/tp, K] where tokens are spread."""
         return self.gather_tokens(operand) if self.spreads_tokens else operand
 
-    def fprop(self, operands: Operands, multiply: MultiplyAdd, biases: list[Tensor]) -> Tensor:
-        """Gathers tokens, then multiplies."""
+    def fprop(self, operands: Operands, multiply: Product, biases: list[Tensor]) -> Tensor:
+        """Gathers tokens and multiplies, one under the other where there is an engine."""
+        if self.engine is not None:
+            done = self.engine.gather_multiply(operands, lambda part: multiply(part, biases), multiply.features)
+            if done is not None:
+                return done[0]
         return multiply([self.before_gemm(operand) for operand in operands], biases)
 
-    def dgrad(self, grads: Operands, multiply: Multiply) -> tuple[Callable[[], Tensor], Operands]:
-        """Multiplies, then sums over ranks."""
-        return self.begin_reduce(multiply(grads)), grads
+    def dgrad(
+        self, grads: Operands, multiply: Product, under: Callable[[], None] = _nothing
+    ) -> tuple[Callable[[], Tensor], Operands]:
+        """Multiplies, and sums over ranks: meanwhile, or under what comes next."""
+        under()
+        if self.engine is not None and multiply.cuttable:
+            begun = self.engine.multiply_scatter(grads, multiply, multiply.features, multiply.dtype, dgrad=True)
+            if begun is not None:
+                return lambda: begun(None), grads
+        return self.begin_reduce(multiply(grads), _rows(grads), bulk=True), grads
 
     def before_wgrad(self, operands: Operands) -> Callable[[], Operands]:
         """Columnwise copies of all tokens, where they are spread."""
-        if not self.spreads_tokens:
-            return lambda: operands
-        travelling = [self.begin_gather_tokens(operand) for operand in operands]
-        return lambda: [arrive() for arrive in travelling]
+        return self.begin_gather_tokens(operands) if self.spreads_tokens else lambda: operands
 
     def input_parameter(self, parameter: Tensor) -> Tensor:
         """Acts on this rank's tokens only, where they are spread."""
@@ -131,30 +156,50 @@ class Column(_TensorParallel):
 class Row(_TensorParallel):
     """y[M, N] = sum over ranks of x[M, K/tp] @ w[N, K/tp].T: each rank has some of the inputs."""
 
-    def __init__(self, group: Any, sequence_parallel: bool = False, bulk: bool = False) -> None:
-        super().__init__(group, sequence_parallel, bulk)
+    def __init__(self, group: Any, sequence_parallel: bool = False, schedule: Schedule = NO_SCHEDULE) -> None:
+        super().__init__(group, sequence_parallel, schedule)
         self.shares_input_amax = True
         self.shares_grad_amax = self.gathers_grad = sequence_parallel
 
     def after_gemm(self, out: Tensor, biases: list[Tensor], rows: list[int]) -> Tensor:
         """The sum over ranks, then the bias."""
         if len(biases) <= 1:
-            return self.reduce(out, biases[0] if biases else None)
-        return add_by_group(self.reduce(out), biases, rows)
+            return self.begin_reduce(out, rows, biases[0] if biases else None)()
+        return add_by_group(self.begin_reduce(out, rows)(), biases, [self.output_tokens(count) for count in rows])
 
-    def fprop(self, operands: Operands, multiply: MultiplyAdd, biases: list[Tensor]) -> Tensor:
-        """Multiplies, then sums over ranks."""
-        return self.after_gemm(multiply(operands, []), biases, [operand.data.shape[0] for operand in operands])
+    def fprop(self, operands: Operands, multiply: Product, biases: list[Tensor]) -> Tensor:
+        """Multiplies and sums over ranks, one under the other where there is an engine."""
+        rows = _rows(operands)
+        if self.engine is not None:
+            _check_tokens(rows, self.size)
+            begun = self.engine.multiply_scatter(operands, multiply, multiply.features, multiply.dtype)
+            if begun is not None and len(biases) <= 1:
+                return begun(biases[0] if biases else None)
+            if begun is not None:
+                return add_by_group(begun(None), biases, [count // self.size for count in rows])
+        return self.after_gemm(multiply(operands, []), biases, rows)
 
     def before_dgrad(self, grad: Operand) -> Operand:
         """dy[M, N] from dy[M/tp, N] where tokens are spread."""
         return self.gather_tokens(grad) if self.spreads_tokens else grad
 
-    def dgrad(self, grads: Operands, multiply: Multiply) -> tuple[Callable[[], Tensor], Operands]:
-        """Gathers tokens, then multiplies."""
+    def dgrad(
+        self, grads: Operands, multiply: Product, under: Callable[[], None] = _nothing
+    ) -> tuple[Callable[[], Tensor], Operands]:
+        """Gathers tokens and multiplies, one under the other where there is an engine."""
+        if self.engine is not None:
+            done = self.engine.gather_multiply(grads, multiply, multiply.features, under)
+            if done is not None:
+                dx, whole = done
+                return lambda: dx, whole
         whole = [self.before_dgrad(grad) for grad in grads]
+        under()
         out = multiply(whole)
         return lambda: out, whole
+
+    def begin_columns(self, grads: Operands) -> Callable[[], Operands]:
+        """Columnwise copies of all tokens' gradients, where they are spread."""
+        return self.begin_gather_tokens(grads) if self.spreads_tokens else lambda: grads
 
     def output_parameter(self, parameter: Tensor) -> Tensor:
         """Acts on this rank's tokens only, where they are spread."""
@@ -163,6 +208,19 @@ class Row(_TensorParallel):
     def output_tokens(self, tokens: int) -> int:
         """This rank's."""
         return tokens // self.size if self.spreads_tokens else tokens
+
+
+def _rows(operands: Operands) -> list[int]:
+    return [operand.data.shape[0] for operand in operands]
+
+
+def _check_tokens(rows: list[int], size: int) -> None:
+    for count in rows:
+        if count % size:
+            raise ValueError(
+                f"Sequence parallelism splits {count} tokens over {size} ranks, which do not divide them: "
+                f"pad the sequence to {-(-count // size) * size} tokens."
+            )
 
 
 class _SummedGradient(torch.autograd.Function):
@@ -183,10 +241,19 @@ class _Backend:
 
     strategies: dict[str, Callable[..., Strategy]] = {"column": Column, "row": Row}
 
-    def strategy(self, mode: str, group: Any, sequence_parallel: bool, bulk: bool = False) -> Strategy:
-        if collectives.size_of(group) == 1:
-            return ALONE
-        return self.strategies[mode](group, sequence_parallel, bulk)
+    def strategy(
+        self,
+        mode: str,
+        group: Any,
+        sequence_parallel: bool,
+        overlap: OverlapOptions = nn_strategy.NO_OVERLAP,
+        name: str = "",
+    ) -> Strategy:
+        size = collectives.size_of(group)
+        schedule = schedule_of(overlap, mode, name, sequence_parallel, size)
+        return ALONE if size == 1 else self.strategies[mode](group, sequence_parallel, schedule)
+
+    warn_of_idle_overlap = staticmethod(warn_of_idle_switches)
 
     def group_of(self, mesh: Any) -> Any:
         if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
@@ -239,13 +306,15 @@ def split_tensors(
     *,
     sequence_parallel: bool | None = None,
     overlap: str | None = None,
+    overlap_transport: str = "auto",
+    overlap_minimum_tokens: int | None = None,
 ) -> nn.Module:
     """Splits a model of whole layers over the ranks of `tp_mesh`, in place. Every parameter becomes a DTensor on it.
 
     Transformer layers, attention, MLPs and the vocabulary are split; a `Linear` or `GroupedLinear` as its `parallel_mode` says.
     Other modules keep all of their parameters on every rank and run as before. Parameters may be on the meta device.
     sequence_parallel: True spreads the tokens between the layers over the ranks; the model's `VocabParallelEmbedding` and
-    `VocabParallelHead` scatter and gather them. overlap: any but "none" lets gathers and sums of backward travel under its products.
+    `VocabParallelHead` scatter and gather them. overlap, overlap_transport, overlap_minimum_tokens: see `ParallelPlan`.
     None leaves either as the modules were constructed.
 
         >>> split_tensors(model, meshes.tp, meshes.weight, sequence_parallel=True)
@@ -256,8 +325,12 @@ def split_tensors(
     if overlap is not None:
         for module in model.modules():
             if isinstance(module, QuantizedModule):
-                bulk = overlap != "none"
-                module.overlap = replace(module.overlap, bulk_dgrad=bulk, bulk_wgrad=bulk)
+                module.overlap = replace(
+                    module.overlap,
+                    method=overlap,
+                    transport=overlap_transport,
+                    minimum_tokens=overlap_minimum_tokens,
+                )
     _split_below(model, tp_mesh, weight_mesh, "", {})
     _warn_of_shared_masks(model, tp_mesh)
     return model

@@ -245,14 +245,6 @@ def _gradients(plan: ParallelPlan) -> list[Finding]:
 
 
 def _overlap(plan: ParallelPlan) -> list[Finding]:
-    if plan.overlap in ("ring", "pipeline") and plan.tp > 1:
-        return [
-            Finding(
-                "warning",
-                f'overlap="{plan.overlap}" cuts products into chunks that hide the gathers of forward; this version hides those of '
-                'backward only, as overlap="bulk" does. The values are the same.',
-            )
-        ]
     if plan.overlap != "none" and plan.tp > 1 and not plan.sequence_parallel:
         return [
             Finding(

@@ -31,6 +31,7 @@ from ottava.doctor import (
 )
 from ottava.doctor.finding import Check, Facts, Finding, Report
 from ottava.doctor.team import MissingRanks, Team
+from ottava.train.listen import stay_on_this_machine
 from ottava.train.world import Place
 
 ALONE: tuple[Check, ...] = (
@@ -192,6 +193,8 @@ def _pairs(
 
 def _in_group(team: Team, device: torch.device, backend: str, timeout: float, turn: int) -> Facts:
     assert team.store is not None
+    if team.place.local:
+        stay_on_this_machine()  # as a run would
     dist.init_process_group(
         backend,
         store=dist.PrefixStore(f"links-{turn}", team.store),

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
-import tomllib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ottava.doctor.run_logs import first_error
+from ottava.train.files import read_json, read_toml
 from ottava.train.metrics import FILE, read_metrics
 from ottava.train.run_folder import CONFIG_FILE, SUMMARY_FILE
 from ottava.train.summary import table
@@ -98,7 +97,7 @@ def run_status(folder: Path, now: float | None = None) -> RunStatus:
     config = _toml(folder / CONFIG_FILE)
     steps = config.get("train", {}).get("steps")
     lines = list(read_metrics(folder / FILE)) if (folder / FILE).is_file() else []
-    summary = json.loads((folder / SUMMARY_FILE).read_text("utf-8")) if (folder / SUMMARY_FILE).is_file() else {}
+    summary = read_json(folder / SUMMARY_FILE) if (folder / SUMMARY_FILE).is_file() else {}
     common: dict[str, Any] = {"run": str(folder), "steps": steps, "stalls": _stalls(folder)}
     found = first_error(folder)
     common["error"] = None if found is None else found.last_line
@@ -131,7 +130,7 @@ def run_status(folder: Path, now: float | None = None) -> RunStatus:
 
 
 def _toml(path: Path) -> dict[str, Any]:
-    return tomllib.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return read_toml(path) if path.is_file() else {}
 
 
 def _median(lines: list[dict[str, Any]], key: str) -> float | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ottava.train.listen import serve_store
 from ottava.train.world import Place
 
 POLL_S = 0.02
@@ -124,8 +125,12 @@ def _store(place: Place, timeout: float, variables: Mapping[str, str]) -> dist.S
     serves = place.rank == 0 and variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     limit = timedelta(seconds=timeout)
     try:
-        store = dist.TCPStore(address, port, is_master=serves, wait_for_workers=False, timeout=limit)
-    except (dist.DistError, RuntimeError) as error:
+        store = (
+            serve_store(address, port, limit, place.local)
+            if serves
+            else dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit)
+        )
+    except (dist.DistError, RuntimeError, OSError) as error:
         raise ValueError(
             f"rank {place.rank} does not reach the store of rank 0 at {address}:{port} within {timeout:g} s: is rank 0 running, is the "
             f"port open, does the name resolve? ({str(error).splitlines()[0]})"

@@ -13,6 +13,7 @@ from ottava.kernels import (
     norm,
     residual,
     rope,
+    scaled_copy,
 )
 
 __all__ = [
@@ -28,4 +29,5 @@ __all__ = [
     "norm",
     "residual",
     "rope",
+    "scaled_copy",
 ]

@@ -1,7 +1,7 @@
 """The Triton kernel of `ottava::transpose`: bytes [M, K] -> bytes [K, M], in words of four.
 
 Four bytes of four rows are turned inside registers and whole words are transposed as a tile: Triton 3.6 misplaces bytes of transposed
-8-bit tiles (see `tile_kernel._store_columnwise`), and one byte a thread would use a quarter of the memory's rate.
+8-bit tiles (see [Note: halves] in `tile_kernel`), and one byte a thread would use a quarter of the memory's rate.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def transpose(data: Tensor) -> Tensor:
     """uint8 [M, K] -> [K, M]; contiguous, on 4-byte boundaries, both sizes multiples of 4 (`fits`)."""
     m, k = data.shape
     out = torch.empty(k, m, dtype=torch.uint8, device=data.device)
-    bm, bk = 32, 32
+    bm, bk = 32, 64
     words = {"x_ptr": data.view(torch.int32), "out_ptr": out.view(torch.int32)}
     grid = (triton.cdiv(k, 4 * bk), triton.cdiv(m, 4 * bm))
     _TRANSPOSE(grid, 4, {**words, "M": m, "K": k, "BM": bm, "BK": bk})

@@ -17,6 +17,8 @@ from ottava.kernels.tile_kernel import _raise, _store, _to_bytes
 # bytes, pointer to amax or factors, blocks across.
 FIELDS = tl.constexpr(8)
 TILE = 128
+WHOLE_TILE = (32, 128), 4
+"""Tile and warps where a tensor has one number."""
 
 
 @triton.jit
@@ -116,7 +118,7 @@ def _launch(
     offsets: list[tuple[int, int]],
     **constants: bool,
 ) -> None:
-    r, c = blocks or (TILE, TILE)
+    (r, c), warps = ((TILE, TILE), 8) if blocks else WHOLE_TILE
     rows, grids = [], []
     even = True
     for x, o, number, (top, left) in zip(values, out, numbers, offsets, strict=True):
@@ -129,7 +131,7 @@ def _launch(
     table = torch.tensor(rows, dtype=torch.int64).pin_memory().to(values[0].device, non_blocking=True)
     constants |= {"BLOCKS": bool(blocks), "EVEN": even}
     arguments = {"table_ptr": table, "tiles_ptr": tiles, "DTYPE": _TRITON_DTYPES[values[0].dtype], "BM": r, "BK": c}
-    kernel((tiles.shape[0],), 8, arguments | constants)
+    kernel((tiles.shape[0],), warps, arguments | constants)
 
 
 @functools.lru_cache(maxsize=32)

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm, alone or fused with quantization.
+"""LayerNorm and RMSNorm, alone or fused with quantization, and with the addition of the residual that comes before them.
 
 Two steps, so that a backward pass can redo the second from what it saved: `norm_stats` reduces each row, `norm_quantize` (or
 `norm_apply`) uses the statistics. Statistics of two devices may differ by an ulp; given the same statistics the bytes are equal.
@@ -64,6 +64,53 @@ def _stats_cuda(
 
 STATS = without_gradients(_stats)
 stats = define("norm_stats", _stats, _stats_fake, _stats_cuda, cuda_launches=True)
+
+
+def _add_stats(
+    x: Tensor,
+    residual: Tensor,
+    gamma: Tensor,
+    beta: Tensor | None,
+    kind: str,
+    eps: float,
+    zero_centered: bool,
+    amax: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, residual [M, K] of one dtype -> their sum, rounded to it; and what `_stats` gives of that."""
+    total = x + residual
+    return total, *_stats(total, gamma, beta, kind, eps, zero_centered, amax)
+
+
+def _add_stats_fake(
+    x: Tensor,
+    residual: Tensor,
+    gamma: Tensor,
+    beta: Tensor | None,
+    kind: str,
+    eps: float,
+    zero_centered: bool,
+    amax: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), *_stats_fake(x, gamma, beta, kind, eps, zero_centered, amax)
+
+
+def _add_stats_cuda(
+    x: Tensor,
+    residual: Tensor,
+    gamma: Tensor,
+    beta: Tensor | None,
+    kind: str,
+    eps: float,
+    zero_centered: bool,
+    amax: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    import ottava.kernels.norm_triton as norm_triton
+
+    return norm_triton.add_stats(x, residual, gamma, beta, kind, eps, zero_centered, amax)
+
+
+ADD_STATS = without_gradients(_add_stats)
+add_stats = define("norm_add_stats", _add_stats, _add_stats_fake, _add_stats_cuda, cuda_launches=True)
 
 
 # ----------------------------------------------------------------------------------------------------------------- apply
@@ -188,3 +235,54 @@ def _backward_cuda(
 
 BACKWARD = without_gradients(_backward)
 backward = define("norm_backward", _backward, _backward_fake, _backward_cuda, cuda_launches=True)
+
+
+def _backward_add(
+    dy: Tensor,
+    x: Tensor,
+    gamma: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    zero_centered: bool,
+    beta: bool,
+    other: Tensor,
+    amax: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`_backward`, with another gradient [M, K] of x added to the rounded dx; and the amax [1] of the sum if asked (else empty)."""
+    dx, dgamma, dbeta = _backward(dy, x, gamma, mean, rstd, zero_centered, beta)
+    dx = dx + other
+    return dx, dgamma, dbeta, amax_of(dx) if amax else dx.new_empty(0, dtype=torch.float32)
+
+
+def _backward_add_fake(
+    dy: Tensor,
+    x: Tensor,
+    gamma: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    zero_centered: bool,
+    beta: bool,
+    other: Tensor,
+    amax: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return *_backward_fake(dy, x, gamma, mean, rstd, zero_centered, beta), x.new_empty(int(amax), dtype=torch.float32)
+
+
+def _backward_add_cuda(
+    dy: Tensor,
+    x: Tensor,
+    gamma: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    zero_centered: bool,
+    beta: bool,
+    other: Tensor,
+    amax: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    import ottava.kernels.norm_triton as norm_triton
+
+    return norm_triton.backward_add(dy, x, gamma, mean, rstd, zero_centered, beta, other, amax)
+
+
+BACKWARD_ADD = without_gradients(_backward_add)
+backward_add = define("norm_backward_add", _backward_add, _backward_add_fake, _backward_add_cuda, cuda_launches=True)

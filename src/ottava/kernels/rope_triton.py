@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ottava.kernels import qkv_rope_triton
 from ottava.kernels.launch import Launcher
 
-MAX_SLOTS = 32  # heads a program holds at once: 32 x 128 channels x 2 loads in float32 fit the registers of 4 warps
+MAX_SLOTS, WARPS = 8, 2  # heads that a program holds at once, and its warps: the fastest of those tried on an H200
 
 
 @triton.jit
@@ -193,7 +194,7 @@ def rope(
     slots = min(MAX_SLOTS, triton.next_power_of_2(heads))
     _ROPE(
         (tokens, triton.cdiv(heads, slots)),
-        4,
+        WARPS,
         {
             "x": x, "out": out, "cos_table": cos, "sin_table": sin, "positions": x if positions is None else positions,
             "x_token": x.stride(0), "x_head": x.stride(1), "seq_stride": seq_stride, "seq_len": max(seq_len, 1),
@@ -215,10 +216,16 @@ def _launch_qkv(
         return
     cos_q, sin_q, rot_q = _table(freqs_q, qkv)
     cos_k, sin_k, rot_k = (cos_q, sin_q, rot_q) if freqs_k is freqs_q else _table(freqs_k, qkv)
+    turns = freqs_q is not None and freqs_k is not None
+    if turns and qkv_rope_triton.fits(q, k, rot_q, rot_k, interleaved):
+        qkv_rope_triton.launch(
+            qkv, q, k, v, (cos_q, sin_q, cos_k, sin_k), positions, seq_stride, seq_len, by_group, batch, merge
+        )
+        return
     slots = min(MAX_SLOTS, triton.next_power_of_2(heads + 2 * groups))
     _QKV(
         (tokens, triton.cdiv(heads + 2 * groups, slots)),
-        4,
+        WARPS,
         {
             "qkv": qkv, "q": q, "k": k, "v": v, "cos_q": cos_q, "sin_q": sin_q, "cos_k": cos_k, "sin_k": sin_k,
             "positions": qkv if positions is None else positions,

@@ -22,10 +22,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ottava.kernels import activation as activations
-from ottava.kernels import tally
+from ottava.kernels import activation_amax_triton, tally
 from ottava.kernels.cast import BufferTensors, check_scale, reference_buffers
 from ottava.kernels.launch import Launch, Launcher
 from ottava.kernels.tile_kernel import tile_kernel
+from ottava.kernels.zeros import zero_like
 from ottava.quant.scheme import Scheme
 
 # -------------------------------------------------------------------------------------------------------------- producers
@@ -176,11 +177,15 @@ def _prepare(
 
 
 _KERNEL = Launcher(tile_kernel)
-# Tile and warps by kind, from benchmarks/kernels.py on an H200.
-_TILES = {
-    "tensor": ((64, 128), 4),
+# Tile and warps by kind, and by producer where that differs: the fastest of those tried on an H200 at 8192 rows (`ottava bench kernels`).
+_TILES: dict[Any, tuple[tuple[int, int], int]] = {
+    "tensor": ((64, 128), 8),
+    ("tensor", "activation"): ((32, 128), 4),
+    ("tensor", "activation_backward"): ((32, 128), 4),
     "block1d": ((128, 128), 8),
-    "block2d": ((128, 128), 8),
+    ("block1d", "identity"): ((128, 128), 4),
+    "block2d": ((128, 128), 16),
+    ("block2d", "identity"): ((128, 128), 8),
     "mx": ((64, 128), 4),
     "values": ((32, 128), 4),
 }
@@ -229,19 +234,26 @@ def _keep(key: tuple, plan: Any) -> Any:
 def amax(producer: Producer) -> Tensor:
     """float32 [1]. Of the float32 values for activations, of the rounded ones otherwise (as the references do)."""
     x = producer.x
-    out = x.new_zeros(1, dtype=torch.float32)
+    out = zero_like(x)
     if x.numel() == 0:
         return out
     key = ("amax", producer.name, producer.facts, x.shape, x.stride(0), x.dtype)
     launch = _PLANS.get(key)
     if launch is None:
-        unrounded = producer.name in ("identity", "activation")
-        launch = _prepare(
-            producer, (64, 128), 4, ("amax_ptr",), KIND="none", AMAX="unrounded" if unrounded else "rounded", ROUND=not unrounded
-        )  # fmt: skip
-        _keep(key, launch)
+        launch = _keep(key, _amax_launch(producer))
     launch(x, *producer.tensors, out)
     return out
+
+
+def _amax_launch(producer: Producer) -> Launch:
+    """Takes x, the producer's tensors, and the amax."""
+    if isinstance(producer, Activation) and producer.facts[0] in activation_amax_triton.BOUNDED:
+        stride = producer.facts[3] if isinstance(producer, ActivationBackward) else None
+        return activation_amax_triton.prepare(producer.x, producer.columns(), producer.facts[1], stride)
+    unrounded = producer.name in ("identity", "activation")
+    return _prepare(
+        producer, (64, 128), 4, ("amax_ptr",), KIND="none", AMAX="unrounded" if unrounded else "rounded", ROUND=not unrounded
+    )  # fmt: skip
 
 
 def store(producer: Producer, dtype: torch.dtype) -> Tensor:
@@ -305,7 +317,7 @@ def quantize(
         return reference_buffers(values, Scheme.parse(scheme), scale, amax_in, rowwise, columnwise, x.dtype)
     tensors: list[Any] = [x, *producer.tensors, tally.counter(x)]
     if plan.amax == "kernel":
-        amax_out = x.new_zeros(1, dtype=torch.float32)
+        amax_out = zero_like(x)
         tensors += (scale, amax_out)
     elif plan.amax == "producer":
         amax_out = amax(producer)
@@ -351,7 +363,7 @@ def _quantize_plan(
     x = producer.x
     m, width = x.shape[0], producer.width()
     kind = scheme.kind if scheme.kind != "block" else ("block1d" if scheme.block == (1, 128) else "block2d")
-    (bm, bk), warps = _TILES[kind]
+    (bm, bk), warps = _TILES.get((kind, producer.name), _TILES[kind])
     source = "none"
     if scheme.per_tensor:
         source = "kernel" if scale is not None else "producer" if amax_in is None else "given"

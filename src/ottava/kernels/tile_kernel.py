@@ -1,6 +1,11 @@
 """The Triton kernel of `tile.py`: a producer fills a float32 tile, a consumer turns it into bytes.
 
 Everything that is known when a kernel is compiled is written in capitals; each combination becomes a kernel of its own.
+
+[Note: halves] A tile of BM rows is held as two: its even rows and its odd ones. A thread then has two values that are neighbours in a
+column, which the cast instruction packs into 16 bits, and what is transposed for the columnwise copy are these: a quarter of the shared
+memory that the float32 tile would take. (Triton 3.6 also miscompiles the transposition of 8-bit tiles on Hopper: a quarter of the bytes end
+up in other places.)
 """
 
 from __future__ import annotations
@@ -19,10 +24,15 @@ def _raise(amax_ptr, amax):
 
 
 @triton.jit
-def _count(bad_ptr, v):
-    """*bad_ptr += how many of v are NaN or infinite: those whose exponent is all ones."""
-    bad = (v.to(tl.int32, bitcast=True) & 0x7F800000) == 0x7F800000
-    count = tl.sum(bad.to(tl.int32))
+def _not_finite(v):
+    """1 where v is NaN or infinite: its exponent is all ones."""
+    return ((v.to(tl.int32, bitcast=True) & 0x7F800000) == 0x7F800000).to(tl.int32)
+
+
+@triton.jit
+def _count(bad_ptr, even, odd):
+    """*bad_ptr += how many numbers of the two halves are not finite."""
+    count = tl.sum(_not_finite(even) + _not_finite(odd))
     if count > 0:
         tl.atomic_add(bad_ptr, count)
 
@@ -98,18 +108,14 @@ def _store(pointers, values, mask, EVEN: tl.constexpr):
 
 @triton.jit
 def _store_columnwise(
-    v, col_ptr, row0, col0, col_end, M, stride, E5M2: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr
+    even, odd, col_ptr, row0, col0, col_end, M, stride, E5M2: tl.constexpr, EVEN: tl.constexpr, H: tl.constexpr, BK: tl.constexpr
 ):  # fmt: skip
-    """Casts v [BM, BK] (already scaled) and stores its transpose at [col0, row0] of col_ptr, whose rows are `stride` (even) apart.
-
-    Transposed as float32 and stored as pairs of bytes: Triton 3.6 miscompiles the transposition of 8-bit tiles on Hopper (a
-    quarter of the bytes end up in other places), and the pair is what the cast instruction makes anyway.
-    """
-    low, high = tl.split(tl.reshape(tl.trans(v), [BK, BM // 2, 2]))
-    c, p = tl.arange(0, BK), tl.arange(0, BM // 2)
+    """Casts the halves [H, BK] of a tile (already scaled) and stores its transpose at [col0, row0] of col_ptr, whose rows are `stride`
+    (even) apart, as pairs of bytes."""
+    c, p = tl.arange(0, BK), tl.arange(0, H)
     at = (col0.to(tl.int64) * stride + row0) // 2 + c[:, None] * (stride // 2) + p[None, :]
     mask = (col0 + c < col_end)[:, None] & (row0 + 2 * p < M)[None, :]
-    _store(col_ptr.to(tl.pointer_type(tl.uint16)) + at, _pair_to_bytes(low, high, E5M2), mask, EVEN)
+    _store(col_ptr.to(tl.pointer_type(tl.uint16)) + at, tl.trans(_pair_to_bytes(even, odd, E5M2)), mask, EVEN)
 
 
 @triton.jit
@@ -123,89 +129,143 @@ def _load(pointers, mask, EVEN: tl.constexpr):
 
 
 @triton.jit
+def _store_rowwise(
+    v, row_ptr, row_scale_ptr, row0, col0, col_end, M, K, scale,
+    KIND: tl.constexpr, E5M2: tl.constexpr, FP8_MAX: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    INF_VALUE: tl.constexpr, DTYPE: tl.constexpr, EVEN: tl.constexpr, H: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """One half v [H, BK], whose rows are row0, row0 + 2, ...; with the scales of its own rows, or with `scale`. "values": as they are."""
+    r, c = row0 + 2 * tl.arange(0, H), tl.arange(0, BK)
+    mask = (r < M)[:, None] & (col0 + c < col_end)[None, :]
+    at = row_ptr + row0.to(tl.int64) * K + col0 + (r - row0)[:, None] * K + c[None, :]
+    if KIND == "values":
+        _store(at, v.to(DTYPE), mask, EVEN)
+    elif KIND == "block1d":
+        own = _scale_of(tl.max(tl.abs(v), axis=1), FP8_MAX, EPSILON, POWER_OF_TWO, INF_VALUE)
+        _store(at, _to_bytes(v * own[:, None], E5M2), mask, EVEN)
+        tl.store(row_scale_ptr + (col0 // BK).to(tl.int64) * M + r, _reciprocal(own), mask=r < M)
+    elif KIND == "mx":
+        blocks = tl.reshape(v, [H, BK // 32, 32])
+        exponent = _e8m0_of(tl.max(tl.abs(blocks), axis=2), FP8_MAX)
+        q = _to_bytes(blocks * _power_of_two(exponent)[:, :, None], E5M2)
+        _store(at, tl.reshape(q, [H, BK]), mask, EVEN)
+        block = col0 // 32 + tl.arange(0, BK // 32)
+        width = tl.cdiv(K, 32)
+        tl.store(
+            row_scale_ptr + r[:, None].to(tl.int64) * width + block[None, :], exponent.to(tl.uint8),
+            mask=(r < M)[:, None] & (block < width)[None, :],
+        )  # fmt: skip
+    else:
+        _store(at, _to_bytes(v * scale, E5M2), mask, EVEN)
+
+
+@triton.jit
 def _consume(
-    v, row0, col0, col_end, M, K, col_stride, scale, bad_ptr,
+    even, odd, row0, col0, col_end, M, K, col_stride, scale, bad_ptr,
     row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, sum_ptr, values_ptr,
     KIND: tl.constexpr, E5M2: tl.constexpr, FP8_MAX: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     INF_VALUE: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, AMAX: tl.constexpr, SUM: tl.constexpr,
     ROUND: tl.constexpr, DTYPE: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """v: float32 [BM, BK], the tile at (row0, col0) of the output [M, K]; zero outside of it. Reductions ignore NaN.
-
-    col_end: where this tile's half of the output ends.
-    """
-    r, c = tl.arange(0, BM), tl.arange(0, BK)
-    mask = (row0 + r < M)[:, None] & (col0 + c < col_end)[None, :]
-    row_at = row0.to(tl.int64) * K + col0 + r[:, None] * K + c[None, :]
+    """even, odd: float32 [BM / 2, BK], the halves of the tile at (row0, col0) of the output [M, K]; zero outside of it. Reductions ignore
+    NaN. col_end: where this tile's half of the output ends."""
+    H: tl.constexpr = BM // 2
+    c = tl.arange(0, BK)
     if AMAX == "unrounded":
-        _raise(amax_ptr, tl.max(tl.abs(v)))
+        _raise(amax_ptr, tl.max(tl.maximum(tl.abs(even), tl.abs(odd))))
     if ROUND:
-        v = v.to(DTYPE).to(tl.float32)
+        even, odd = even.to(DTYPE).to(tl.float32), odd.to(DTYPE).to(tl.float32)
     if AMAX == "rounded":
-        _raise(amax_ptr, tl.max(tl.abs(v)))
+        _raise(amax_ptr, tl.max(tl.maximum(tl.abs(even), tl.abs(odd))))
     if (KIND != "values") & (KIND != "none"):
-        _count(bad_ptr, v)
+        _count(bad_ptr, even, odd)
     if SUM:
-        tl.store(sum_ptr + (row0 // BM).to(tl.int64) * K + col0 + c, tl.sum(v, axis=0), mask=col0 + c < col_end)
-    if KIND == "values":
-        _store(values_ptr + row_at, v.to(DTYPE), mask, EVEN)
-    elif KIND == "tensor":
-        q = _to_bytes(v * scale, E5M2)
+        tl.store(
+            sum_ptr + (row0 // BM).to(tl.int64) * K + col0 + c, tl.sum(even + odd, axis=0), mask=col0 + c < col_end
+        )
+    if KIND == "block2d":
+        scale = _scale_of(tl.max(tl.maximum(tl.abs(even), tl.abs(odd))), FP8_MAX, EPSILON, POWER_OF_TWO, INF_VALUE)
         if ROWWISE:
-            _store(row_ptr + row_at, q, mask, EVEN)
+            tl.store(row_scale_ptr + (row0 // BM) * tl.cdiv(K, BK) + col0 // BK, _reciprocal(scale))
         if COLUMNWISE:
-            _store_columnwise(v * scale, col_ptr, row0, col0, col_end, M, col_stride, E5M2, EVEN, BM, BK)
-    elif KIND == "block2d":
-        tile_scale = _scale_of(tl.max(tl.abs(v)), FP8_MAX, EPSILON, POWER_OF_TWO, INF_VALUE)
-        q = _to_bytes(v * tile_scale, E5M2)
-        inverse = _reciprocal(tile_scale)
-        if ROWWISE:
-            _store(row_ptr + row_at, q, mask, EVEN)
-            tl.store(row_scale_ptr + (row0 // BM) * tl.cdiv(K, BK) + col0 // BK, inverse)
-        if COLUMNWISE:
-            _store_columnwise(v * tile_scale, col_ptr, row0, col0, col_end, M, col_stride, E5M2, EVEN, BM, BK)
-            tl.store(col_scale_ptr + (col0 // BK) * tl.cdiv(M, BM) + row0 // BM, inverse)
-    elif KIND == "block1d":
-        if ROWWISE:
-            row_scale = _scale_of(tl.max(tl.abs(v), axis=1), FP8_MAX, EPSILON, POWER_OF_TWO, INF_VALUE)
-            _store(row_ptr + row_at, _to_bytes(v * row_scale[:, None], E5M2), mask, EVEN)
-            tl.store(
-                row_scale_ptr + (col0 // BK).to(tl.int64) * M + row0 + r, _reciprocal(row_scale), mask=row0 + r < M
+            tl.store(col_scale_ptr + (col0 // BK) * tl.cdiv(M, BM) + row0 // BM, _reciprocal(scale))
+    if ROWWISE | (KIND == "values"):
+        to = values_ptr if KIND == "values" else row_ptr
+        _store_rowwise(
+            even, to, row_scale_ptr, row0, col0, col_end, M, K, scale,
+            KIND, E5M2, FP8_MAX, EPSILON, POWER_OF_TWO, INF_VALUE, DTYPE, EVEN, H, BK,
+        )  # fmt: skip
+        _store_rowwise(
+            odd, to, row_scale_ptr, row0 + 1, col0, col_end, M, K, scale,
+            KIND, E5M2, FP8_MAX, EPSILON, POWER_OF_TWO, INF_VALUE, DTYPE, EVEN, H, BK,
+        )  # fmt: skip
+    if COLUMNWISE:
+        if KIND == "block1d":
+            own = _scale_of(
+                tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), axis=0), FP8_MAX, EPSILON, POWER_OF_TWO, INF_VALUE
             )
-        if COLUMNWISE:
-            col_scale = _scale_of(tl.max(tl.abs(v), axis=0), FP8_MAX, EPSILON, POWER_OF_TWO, INF_VALUE)
-            _store_columnwise(v * col_scale[None, :], col_ptr, row0, col0, col_end, M, col_stride, E5M2, EVEN, BM, BK)
-            tl.store(
-                col_scale_ptr + (row0 // BM).to(tl.int64) * K + col0 + c,
-                _reciprocal(col_scale),
-                mask=col0 + c < col_end,
-            )
-    elif KIND == "mx":
-        if ROWWISE:
-            blocks = tl.reshape(v, [BM, BK // 32, 32])
-            exponent = _e8m0_of(tl.max(tl.abs(blocks), axis=2), FP8_MAX)
-            q = _to_bytes(blocks * _power_of_two(exponent)[:, :, None], E5M2)
-            _store(row_ptr + row_at, tl.reshape(q, [BM, BK]), mask, EVEN)
-            block = col0 // 32 + tl.arange(0, BK // 32)
-            width = tl.cdiv(K, 32)
-            tl.store(
-                row_scale_ptr + (row0 + r)[:, None].to(tl.int64) * width + block[None, :], exponent.to(tl.uint8),
-                mask=(row0 + r < M)[:, None] & (block < width)[None, :],
-            )  # fmt: skip
-        if COLUMNWISE:
-            blocks = tl.reshape(v, [BM // 32, 32, BK])
-            exponent = _e8m0_of(tl.max(tl.abs(blocks), axis=1), FP8_MAX)
-            scaled = tl.reshape(blocks * _power_of_two(exponent)[:, None, :], [BM, BK])
-            _store_columnwise(scaled, col_ptr, row0, col0, col_end, M, col_stride, E5M2, EVEN, BM, BK)
+            even, odd = even * own[None, :], odd * own[None, :]
+            at = col_scale_ptr + (row0 // BM).to(tl.int64) * K + col0 + c
+            tl.store(at, _reciprocal(own), mask=col0 + c < col_end)
+        elif KIND == "mx":
+            blocks = tl.reshape(even, [BM // 32, 16, BK])  # 32 rows: 16 of each half
+            others = tl.reshape(odd, [BM // 32, 16, BK])
+            exponent = _e8m0_of(tl.max(tl.maximum(tl.abs(blocks), tl.abs(others)), axis=1), FP8_MAX)
+            even = tl.reshape(blocks * _power_of_two(exponent)[:, None, :], [H, BK])
+            odd = tl.reshape(others * _power_of_two(exponent)[:, None, :], [H, BK])
             block = row0 // 32 + tl.arange(0, BM // 32)
             width = tl.cdiv(M, 32)
             tl.store(
                 col_scale_ptr + (col0 + c)[None, :].to(tl.int64) * width + block[:, None], exponent.to(tl.uint8),
                 mask=(col0 + c < col_end)[None, :] & (block < width)[:, None],
             )  # fmt: skip
+        else:
+            even, odd = even * scale, odd * scale
+        _store_columnwise(even, odd, col_ptr, row0, col0, col_end, M, col_stride, E5M2, EVEN, H, BK)
 
 
 # ----------------------------------------------------------------------------------------------------------------- kernel
+
+
+@triton.jit
+def _produce(
+    x_ptr, dy_ptr, gamma_ptr, beta_ptr, mean_ptr, rstd_ptr, x_stride, dy_stride, row0, col0, M, K,
+    PRODUCER: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BETA: tl.constexpr, CENTER: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr, EVEN: tl.constexpr, H: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """float32 [H, BK]: (the half whose rows are row0, row0 + 2, ..., its twin in the other part of a gated backward's output)."""
+    r, c = 2 * tl.arange(0, H), tl.arange(0, BK)
+    mask = (row0 + r < M)[:, None] & (col0 + c < K)[None, :]
+    x_at = x_ptr + row0.to(tl.int64) * x_stride + col0 + r[:, None] * x_stride + c[None, :]
+    x = _load(x_at, mask, EVEN)
+    v = x
+    twin = x
+    if PRODUCER == "norm":
+        if CENTER:
+            x = x - tl.load(mean_ptr + row0 + r, mask=row0 + r < M, other=0.0)[:, None]
+        gain = tl.load(gamma_ptr + col0 + c, mask=col0 + c < K, other=0.0).to(tl.float32)
+        if ZERO_CENTERED:
+            gain = gain + 1.0
+        v = (x * tl.load(rstd_ptr + row0 + r, mask=row0 + r < M, other=0.0)[:, None]) * gain[None, :]
+        if BETA:
+            v = v + tl.load(beta_ptr + col0 + c, mask=col0 + c < K, other=0.0).to(tl.float32)[None, :]
+    elif PRODUCER == "activation":
+        v = activate(x, ACT)
+        if GATED:
+            v = v * _load(x_at + K, mask, EVEN)
+    elif PRODUCER == "activation_backward":
+        dy = _load(dy_ptr + row0.to(tl.int64) * dy_stride + col0 + r[:, None] * dy_stride + c[None, :], mask, EVEN)
+        if GATED:
+            up = _load(x_at + K, mask, EVEN)
+            v = (dy * up) * derivative(x, ACT)
+            twin = dy * activate(x, ACT)
+        else:
+            v = dy * derivative(x, ACT)
+    else:
+        tl.static_assert(PRODUCER == "identity")
+    if (not EVEN) and ((PRODUCER == "norm") or (PRODUCER == "activation_backward")):
+        v = tl.where(mask, v, 0.0)  # beta and the overlap of the two parts reach past the edge
+    return v, twin
 
 
 @triton.jit
@@ -222,10 +282,14 @@ def tile_kernel(
 ):  # fmt: skip
     """M x K: what the grid covers; for a gated backward the output is M x 2K and each program makes two tiles of it."""
     col0, row0 = tl.program_id(0) * BK, tl.program_id(1) * BM
-    r, c = tl.arange(0, BM), tl.arange(0, BK)
-    mask = (row0 + r < M)[:, None] & (col0 + c < K)[None, :]
-    x_at = x_ptr + row0.to(tl.int64) * x_stride + col0 + r[:, None] * x_stride + c[None, :]
-    x = _load(x_at, mask, EVEN)
+    even, even_twin = _produce(
+        x_ptr, dy_ptr, gamma_ptr, beta_ptr, mean_ptr, rstd_ptr, x_stride, dy_stride, row0, col0, M, K,
+        PRODUCER, ACT, GATED, BETA, CENTER, ZERO_CENTERED, EVEN, BM // 2, BK,
+    )  # fmt: skip
+    odd, odd_twin = _produce(
+        x_ptr, dy_ptr, gamma_ptr, beta_ptr, mean_ptr, rstd_ptr, x_stride, dy_stride, row0 + 1, col0, M, K,
+        PRODUCER, ACT, GATED, BETA, CENTER, ZERO_CENTERED, EVEN, BM // 2, BK,
+    )  # fmt: skip
 
     if SCALE == "given":
         scale = tl.load(scale_ptr)
@@ -242,40 +306,16 @@ def tile_kernel(
             if AMAX == "copy":  # the amax that was given is an output too
                 tl.store(amax_ptr, tl.load(amax_in_ptr))
 
-    if PRODUCER == "identity":
-        v = x
-    elif PRODUCER == "norm":
-        if CENTER:
-            x = x - tl.load(mean_ptr + row0 + r, mask=row0 + r < M, other=0.0)[:, None]
-        gain = tl.load(gamma_ptr + col0 + c, mask=col0 + c < K, other=0.0).to(tl.float32)
-        if ZERO_CENTERED:
-            gain = gain + 1.0
-        v = (x * tl.load(rstd_ptr + row0 + r, mask=row0 + r < M, other=0.0)[:, None]) * gain[None, :]
-        if BETA:
-            v = v + tl.load(beta_ptr + col0 + c, mask=col0 + c < K, other=0.0).to(tl.float32)[None, :]
-    elif PRODUCER == "activation":
-        v = activate(x, ACT)
-        if GATED:
-            v = v * _load(x_at + K, mask, EVEN)
-    else:
-        tl.static_assert(PRODUCER == "activation_backward")
-        dy = _load(dy_ptr + row0.to(tl.int64) * dy_stride + col0 + r[:, None] * dy_stride + c[None, :], mask, EVEN)
-        if GATED:
-            up = _load(x_at + K, mask, EVEN)
-            v = (dy * up) * derivative(x, ACT)
-            _consume(
-                dy * activate(x, ACT), row0, col0 + K, 2 * K, M, 2 * K, col_stride, scale, bad_ptr,
-                row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, sum_ptr, values_ptr,
-                KIND, E5M2, FP8_MAX, EPSILON, POWER_OF_TWO, INF_VALUE, ROWWISE, COLUMNWISE, AMAX, SUM, ROUND, DTYPE, EVEN, BM, BK,
-            )  # fmt: skip
-        else:
-            v = dy * derivative(x, ACT)
-    if (not EVEN) and ((PRODUCER == "norm") or (PRODUCER == "activation_backward")):
-        v = tl.where(mask, v, 0.0)  # beta and the overlap of the two halves reach past the edge
-
-    WIDTH = 2 * K if (PRODUCER == "activation_backward") & GATED else K
+    WIDTH = K
+    if (PRODUCER == "activation_backward") and GATED:
+        WIDTH = 2 * K
+        _consume(
+            even_twin, odd_twin, row0, col0 + K, WIDTH, M, WIDTH, col_stride, scale, bad_ptr,
+            row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, sum_ptr, values_ptr,
+            KIND, E5M2, FP8_MAX, EPSILON, POWER_OF_TWO, INF_VALUE, ROWWISE, COLUMNWISE, AMAX, SUM, ROUND, DTYPE, EVEN, BM, BK,
+        )  # fmt: skip
     _consume(
-        v, row0, col0, K, M, WIDTH, col_stride, scale, bad_ptr,
+        even, odd, row0, col0, K, M, WIDTH, col_stride, scale, bad_ptr,
         row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, sum_ptr, values_ptr,
         KIND, E5M2, FP8_MAX, EPSILON, POWER_OF_TWO, INF_VALUE, ROWWISE, COLUMNWISE, AMAX, SUM, ROUND, DTYPE, EVEN, BM, BK,
     )  # fmt: skip

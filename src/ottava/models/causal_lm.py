@@ -14,8 +14,10 @@ from torch import distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from ottava import torch_private
+from ottava.distributed.recompute import is_recomputed
 from ottava.distributed.vocabulary import VocabParallelHead, vocab_parallel_cross_entropy
 from ottava.models.head_loss import head_loss
+from ottava.nn import TransformerLayer
 from ottava.nn.attention_documents import PackedDocuments
 
 MAX_LOGITS = 2**29
@@ -169,13 +171,26 @@ def run_layers(
     documents: Tensor | PackedDocuments | None,
     is_first_microbatch: bool | None,
     rotary: Tensor | None = None,
-) -> Tensor:
-    """x [s, b, hidden] through all layers. Where documents lie is found once for all of them."""
+) -> tuple[Tensor, Tensor | None]:
+    """x [s, b, hidden] through all layers: (the output of the last one, what is still to be added to it, if anything).
+
+    Where documents lie is found once for all of them.
+    """
     mask = PackedDocuments.of(documents, x.device)
     kind = "causal" if documents is None else "arbitrary"
+    options = {"self_attn_mask_type": kind, "rotary_pos_emb": rotary, "is_first_microbatch": is_first_microbatch}
+    residual: Tensor | None = None
     for layer in layers:
-        x = layer(x, mask, self_attn_mask_type=kind, rotary_pos_emb=rotary, is_first_microbatch=is_first_microbatch)
-    return x
+        if _adds_later(layer):
+            x, residual = layer(x, mask, **options, residual=residual, return_residual=True)
+        else:
+            x, residual = layer(x if residual is None else residual + x, mask, **options), None
+    return x, residual
+
+
+def _adds_later(layer: nn.Module) -> bool:
+    """Whether the norm of the next layer may add. A layer that is recomputed keeps its input: that should be one tensor, not two."""
+    return isinstance(layer, TransformerLayer) and layer.adds_later() and not is_recomputed(layer)
 
 
 def _whole_rows(logits: Tensor, group: Any) -> Tensor:

@@ -149,7 +149,7 @@ class GPT(CausalLM):
         x = self.embedding(tokens.t()) + self.positions(positions.t())
         with drawing_own_masks(self.get_rng_state_tracker, self.embedding.sequence_parallel):
             x = self.dropout(x)
-        return self.norm(run_layers(self.layers, x, packed, is_first_microbatch))
+        return self.norm(*run_layers(self.layers, x, packed, is_first_microbatch))
 
     def flops_per_token(self, sequence: int) -> FlopsPerToken:
         """Forward and backward, for sequences of `sequence` tokens."""

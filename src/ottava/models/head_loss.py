@@ -253,7 +253,7 @@ class _HeadLoss(torch.autograd.Function):
         if dweight is not None and dweight.dtype == ctx.dtype:
             dweight.mul_(grad)
         elif dweight is not None:  # one pass: float32 is read, what the weight wants is written
-            dweight = torch.mul(dweight, grad, out=torch.empty_like(dweight, dtype=ctx.dtype))
+            dweight = ops.scaled_copy(dweight, grad, ctx.dtype)
         return dx, dweight, None, None
 
 

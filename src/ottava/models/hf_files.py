@@ -26,10 +26,10 @@ from ottava import recipe
 from ottava.checkpoint import Reader
 from ottava.checkpoint.boxes import Box
 from ottava.checkpoint.digest import algorithm
-from ottava.checkpoint.errors import CheckpointError
+from ottava.checkpoint.errors import CheckpointError, listed
 from ottava.checkpoint.files import About, encode_state
 from ottava.checkpoint.manifest import json_object, read_at_most
-from ottava.checkpoint.names import MAX_JSON_BYTES, check_file_name, open_inside
+from ottava.checkpoint.names import MAX_JSON_BYTES, STATE, check_file_name, open_inside
 from ottava.checkpoint.storage import Location, storage_at
 from ottava.checkpoint.stream import Stream, write_streams
 from ottava.models.hf_llama import Row, config_from_hf, hf_config, hf_shapes, rows
@@ -104,7 +104,10 @@ def _own_config(reader: Reader) -> LlamaConfig:
         raise ValueError(
             "The checkpoint does not say that it holds a Llama, and of which shape: pass config=LlamaConfig(...)."
         )
-    return config_from_hf(found)
+    try:
+        return config_from_hf(found)
+    except ValueError as error:
+        raise ValueError(f"{STATE}: {DESCRIBED} of the checkpoint's configuration: {error}") from error
 
 
 def _quantized(name: str, shape: Sequence[int], dtype: str) -> bool:
@@ -240,15 +243,24 @@ class _Theirs:
         if quantization and quantization.get("quant_method") != "fp8":
             raise ValueError(f"{folder.name}: cannot read weights quantized by {quantization.get('quant_method')!r}.")
         self._block = _block_size(quantization.get("weight_block_size") or [BLOCK, BLOCK], folder)
+        self._folder = folder
         single, index = folder / "model.safetensors", folder / INDEX
         names = [single.name] if single.exists() and not index.exists() else sorted(set(_weight_map(index).values()))
-        self._file_of = {name: file for n in names for file in [File(folder / n)] for name in file.specs}
+        self._file_of: dict[str, File] = {}
+        for file in (File(folder / n) for n in names):
+            if twice := sorted(file.specs.keys() & self._file_of.keys()):
+                raise ValueError(
+                    f"{file.path.name} has {listed(twice, 3)}, which {self._file_of[twice[0]].path.name} has too."
+                )
+            self._file_of |= dict.fromkeys(file.specs, file)
         self._held: tuple[str, Tensor] | None = None
 
     def check(self, config: LlamaConfig) -> None:
         """ValueError with the names of tensors that are missing, unknown or misshapen."""
         if config.layers > len(self._file_of):  # before a name is made for each
-            raise ValueError(f"{len(self._file_of)} tensors are too few for {config.layers} layers.")
+            raise ValueError(
+                f"{self._folder.name}: {len(self._file_of)} tensors are too few for {config.layers} layers."
+            )
         shapes = hf_shapes(config)
         unknown = sorted(
             name
@@ -260,13 +272,29 @@ class _Theirs:
         missing = sorted(set(shapes) - set(self._file_of))
         if missing or unknown:
             raise ValueError(
-                f"These are not the weights of a Llama with {config.layers} layers: missing {missing[:4]} ({len(missing)} in all), "
-                f"unknown {unknown[:4]} ({len(unknown)} in all)."
+                f"{self._folder.name} has not the weights of a Llama with {config.layers} layers: missing {listed(missing, 4)} "
+                f"({len(missing)} in all), unknown {listed(unknown, 4)} ({len(unknown)} in all)."
             )
         for name, shape in shapes.items():
-            found = self._file_of[name].specs[name].shape
-            if found != shape:
-                raise ValueError(f"{name} must have the shape {shape} for this config, got {found}.")
+            file = self._file_of[name]
+            if file.specs[name].shape != shape:
+                what = f"{name} must have the shape {shape} for this config"
+                raise ValueError(f"{file.path.name}: {what}, got {str(file.specs[name].shape)[:80]}.")
+            self._check_scales(name)
+
+    def _check_scales(self, name: str) -> None:
+        """Of a weight that is stored in FP8: there have to be some, of the right shape."""
+        file, spec = self._file_of.get(name + SCALE), self._file_of[name].specs[name]
+        if not spec.dtype.is_floating_point or (file is None and spec.dtype.itemsize == 1):
+            raise ValueError(
+                f"{self._file_of[name].path.name}: {name} is {spec.dtype} without {SCALE}: expected a weight."
+            )
+        if file is None:
+            return
+        blocks = tuple(-(-size // block) for size, block in zip(spec.shape, self._block))
+        found = file.specs[name + SCALE].shape
+        if len(spec.shape) != 2 or found != blocks:
+            raise ValueError(f"{file.path.name}: {name + SCALE} must have the shape {blocks}, got {str(found)[:80]}.")
 
     def stream(self, row: Row) -> Stream:
         """Our tensor of this row, made of theirs when it is read."""
@@ -288,9 +316,6 @@ class _Theirs:
         if scale is None:
             return tensor
         of_block = scale.read(name + SCALE).float()
-        blocks = tuple(-(-size // block) for size, block in zip(tensor.shape, self._block))
-        if tensor.dim() != 2 or tuple(of_block.shape) != blocks:
-            raise ValueError(f"{name + SCALE} must have the shape {blocks}, got {tuple(of_block.shape)}.")
         for dim, block in enumerate(self._block):
             within = torch.arange(tensor.shape[dim]) // block  # no more memory than the tensor's, however large a block
             of_block = of_block.index_select(dim, within)

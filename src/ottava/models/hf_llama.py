@@ -158,27 +158,47 @@ def config_from_hf(found: Mapping[str, Any], **changes: Any) -> LlamaConfig:
     try:
         return _config_from_hf(found, changes)
     except (KeyError, TypeError, AttributeError) as error:  # a stranger's values may be of any type
-        raise ValueError(f"This config.json cannot be understood: {type(error).__name__} {error}") from error
+        raise ValueError(f"This config.json cannot be understood: {type(error).__name__} {str(error)[:80]}") from error
 
 
 def _config_from_hf(found: Mapping[str, Any], changes: Mapping[str, Any]) -> LlamaConfig:
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
-        if type(found.get(name)) is not int or found[name] < 1:
-            raise ValueError(f"This config.json has {name} {found.get(name)!r}: expected a number from 1.")
-    scaled = found.get("rope_scaling") or {}
-    parameters = found.get("rope_parameters") or {}
-    for what, given, only in (
-        ("hidden_act", found.get("hidden_act", "silu"), "silu"),
-        ("attention_bias", found.get("attention_bias", False), False),
-        ("mlp_bias", found.get("mlp_bias", False), False),
-        ("rope type", {**parameters, **scaled}.get("rope_type", "default"), "default"),
-        ("head_dim", found.get("head_dim"), found["hidden_size"] // found["num_attention_heads"]),
+        if type(found.get(name)) is not int or not 1 <= found[name] < 1 << 40:
+            raise ValueError(f"This config.json has {name} {_brief(found.get(name))}: expected a number from 1.")
+    rope = {**(found.get("rope_parameters") or {}), **(found.get("rope_scaling") or {})}
+    # What changes the numbers of a model and cannot be seen in its tensors.
+    for what, given, allowed in (
+        ("model_type", found.get("model_type", "llama"), ("llama", "mistral")),
+        ("hidden_act", found.get("hidden_act", "silu"), ("silu",)),
+        ("attention_bias", found.get("attention_bias", False), (False,)),
+        ("mlp_bias", found.get("mlp_bias", False), (False,)),
+        ("sliding_window", found.get("sliding_window"), (None,)),
+        ("partial_rotary_factor", found.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)), (1.0,)),
+        ("rope type", rope.get("rope_type", rope.get("type", "default")), ("default",)),
+        ("head_dim", found.get("head_dim"), (None, found["hidden_size"] // found["num_attention_heads"])),
     ):
-        if given != only and not (what == "head_dim" and given is None):
-            raise ValueError(f"This config.json has {what} {given!r}; Llama here has {only!r} alone.")
-    flat = {"rope_theta": parameters.get("rope_theta", 10000.0), "tie_word_embeddings": False, **found}
+        if given not in allowed:
+            raise ValueError(f"This config.json has {what} {_brief(given)}; Llama here has {allowed[-1]!r} alone.")
+    flat = {"rope_theta": rope.get("rope_theta", 10000.0), "tie_word_embeddings": False, **found}
     flat.setdefault("num_key_value_heads", found["num_attention_heads"])
-    return LlamaConfig(**{**{ours: flat[name] for ours, name in _CONFIG.items()}, **changes})
+    for name, kinds in (
+        *((name, (int,)) for name in ("num_key_value_heads", "max_position_embeddings")),
+        *((name, (int, float)) for name in ("rope_theta", "rms_norm_eps")),
+    ):
+        if type(flat[name]) not in kinds or not 0 < flat[name] < 1 << 40:
+            raise ValueError(f"This config.json has {name} {_brief(flat[name])}: expected a number above 0.")
+    if type(flat["tie_word_embeddings"]) is not bool:
+        raise ValueError(f"This config.json has tie_word_embeddings {_brief(flat['tie_word_embeddings'])}.")
+    try:
+        return LlamaConfig(**{**{ours: flat[name] for ours, name in _CONFIG.items()}, **changes})
+    except ValueError as error:
+        raise ValueError(f"This config.json makes no model: {error}") from error
+
+
+def _brief(value: Any) -> str:
+    """A value of a stranger's, of any size, in a message."""
+    plain = type(value) in (str, float, bool, type(None)) or (type(value) is int and abs(value) < 1 << 64)
+    return repr(value)[:60] if plain else f"({type(value).__name__})"
 
 
 _CONFIG = {

@@ -140,7 +140,7 @@ class Llama(CausalLM):
             tokens.shape[1]
         )  # [s, 1, 1, channels]; relative, so they need not restart with each document
         x = self.embedding(tokens.t())
-        return self.norm(run_layers(self.layers, x, documents, is_first_microbatch, angles))
+        return self.norm(*run_layers(self.layers, x, documents, is_first_microbatch, angles))
 
     def flops_per_token(self, sequence: int) -> FlopsPerToken:
         """Forward and backward, for sequences of `sequence` tokens."""

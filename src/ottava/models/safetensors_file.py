@@ -18,9 +18,9 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from ottava.checkpoint.manifest import json_object
+from ottava.checkpoint.manifest import check_stamp, json_object
 from ottava.checkpoint.names import MAX_JSON_BYTES, open_inside
-from ottava.checkpoint.storage import size_of
+from ottava.checkpoint.storage import size_of, stamp_of
 
 DTYPES = {
     "F32": torch.float32,
@@ -98,6 +98,7 @@ class File:
             if length > min(MAX_JSON_BYTES, size - 8):
                 raise ValueError(f"{path.name}: its header is said to have {length} bytes; the file has {size}.")
             header = json_object(file.read(length), path.name)
+            self._stamp = stamp_of(file)
         self._places: dict[str, int] = {}
         self.specs: dict[str, Spec] = {}
         for name, entry in header.items():
@@ -127,11 +128,12 @@ class File:
         if not spec.nbytes:
             return torch.empty(spec.shape, dtype=spec.dtype)
         data = bytearray(spec.nbytes)
-        with open(self.path, "rb", buffering=0) as file:
+        with open_inside(self.path.parent, self.path.name, links=True) as file:
+            check_stamp(self.path.name, file, self._stamp)
             file.seek(self._places[name])
             view = memoryview(data)
             while view:
-                count = file.readinto(view)
+                count = file.readinto(view)  # type: ignore[attr-defined]
                 if not count:
                     raise ValueError(f"{self.path.name} ends inside of {name}.")
                 view = view[count:]

@@ -20,7 +20,7 @@ from ottava.nn.direct import direct
 from ottava.nn.initialize import materialize_
 from ottava.nn.parallel_module import ParallelModule
 from ottava.nn.stage import Chain, DelayedTensors, Stage, StageTensors, Texts, count_into
-from ottava.nn.strategy import local
+from ottava.nn.strategy import backend, local
 from ottava.notices import warn_once
 from ottava.quant.delayed import DelayedState
 from ottava.quant.quantization import Quantization
@@ -181,6 +181,18 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         return x
 
+    def check_residual(self, residual: Tensor | None, x: Tensor) -> Tensor | None:
+        """What is added to x, the checked input, as rows [M, K] in its dtype."""
+        if residual is None:
+            return None
+        if residual.shape != x.shape or residual.device != x.device:
+            raise ValueError(
+                f"The residual of {self._who()} must be like its input, {tuple(x.shape)} on {x.device}; got {tuple(residual.shape)} on "
+                f"{residual.device}."
+            )
+        check_float(residual, f"The residual of {self._who()}")
+        return residual.to(x.dtype).reshape(-1, x.shape[-1])
+
     def _who(self) -> str:
         return type(self).__name__ if self.name is None else f"{type(self).__name__} {self.name!r}"
 
@@ -250,6 +262,9 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
         return now
 
     def _resolve(self, stages: list[Stage], recipe: Recipe | None, calibrating: bool, record: bool) -> Chain:
+        if not torch.compiler.is_compiling():
+            name, spread = type(self).__name__, self.parallel.sequence_parallel
+            backend().warn_of_idle_overlap(name, self.overlap, self.modes, spread, self.parallel.size)
         if recipe is not None:
             quantization = Quantization.of(recipe)
             _check_shared_scales(quantization, stages)

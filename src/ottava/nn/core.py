@@ -34,7 +34,7 @@ from ottava.nn import direct
 from ottava.nn import product as products
 from ottava.nn.columnwise import LaterTensor
 from ottava.nn.operand import Operand, columnwise, rowwise, transposed
-from ottava.nn.product import product
+from ottava.nn.product import Product, product
 from ottava.nn.stage import (
     Chain,
     DelayedTensors,
@@ -54,7 +54,7 @@ from ottava.nn.stage import (
     unpack,
     weight_column,
 )
-from ottava.nn.strategy import ALONE
+from ottava.nn.strategy import ALONE, Later
 from ottava.quant.scheme import Scheme
 from ottava.quant.tensor import QuantizedTensor
 from ottava.quant.weight import gradient_dtype
@@ -65,14 +65,19 @@ ops = torch.ops.ottava
 # ---------------------------------------------------------------------------------------------------------------- producers
 
 
-def _statistics(stage: Stage, h: Tensor, t: StageTensors) -> tuple[Source, Tensor | None]:
-    """What the stage's operand is produced from, and its amax where current scaling needs it and a norm has found it."""
+def _statistics(stage: Stage, h: Tensor, residual: Tensor | None, t: StageTensors) -> tuple[Source, Tensor | None]:
+    """What the stage's operand is produced from, and its amax where current scaling needs it and a norm has found it.
+
+    residual: what is added to h before the norm; the source's `h` is the sum then.
+    """
     if stage.norm is None:
         return Source(h, t.gamma, t.beta, None, None), None
     needs_amax = stage.input is not None and stage.input.per_tensor and not stage.delayed
-    mean, rstd, amax = ops.norm_stats(
-        h, t.gamma, t.beta, stage.norm.kind, stage.norm.eps, stage.norm.zero_centered, needs_amax
-    )
+    norm = (t.gamma, t.beta, stage.norm.kind, stage.norm.eps, stage.norm.zero_centered, needs_amax)
+    if residual is None:
+        mean, rstd, amax = ops.norm_stats(h, *norm)
+    else:
+        h, mean, rstd, amax = ops.norm_add_stats(h, residual, *norm)
     return Source(h, t.gamma, t.beta, mean, rstd), amax if needs_amax else None
 
 
@@ -119,10 +124,13 @@ def _shared_amax(stage: Stage, source: Source, own: Tensor | None) -> Tensor | N
 # ------------------------------------------------------------------------------------------------------------------ forward
 
 
-def _make_quantized(stage: Stage, h: Tensor, t: StageTensors, scale: Tensor | None, keep: bool) -> Made:
+def _make_quantized(
+    stage: Stage, h: Tensor, residual: Tensor | None, t: StageTensors, scale: Tensor | None, keep: bool
+) -> Made:
     """The quantized operand of one group. keep: a backward pass will come."""
     assert stage.input is not None
-    source, amax = _statistics(stage, h, t)
+    source, amax = _statistics(stage, h, residual, t)
+    h = source.h
     amax = _shared_amax(stage, source, amax)
     norm_out = _produce(stage, source) if stage.return_norm else None
     remake = stage.recompute or (stage.strategy.gathers_input and not stage.input.fills_blocks(h.shape[0]))
@@ -150,9 +158,10 @@ def _make_quantized(stage: Stage, h: Tensor, t: StageTensors, scale: Tensor | No
     return Made(rowwise(q, stage.input), saved, norm_out, q.rowwise_amax)
 
 
-def _make_unquantized(stage: Stage, h: Tensor, t: StageTensors) -> Made:
+def _make_unquantized(stage: Stage, h: Tensor, residual: Tensor | None, t: StageTensors) -> Made:
     """The same in the activation dtype."""
-    source, _ = _statistics(stage, h, t)
+    source, _ = _statistics(stage, h, residual, t)
+    h = source.h
     operand = _produce(stage, source)
     needs_source = stage.norm is not None or stage.activation is not None or stage.recompute
     kept = None if stage.recompute else operand
@@ -172,11 +181,7 @@ def _fprop(stage: Stage, made: list[Made], tensors: list[StageTensors], dtype: t
     """The output of all groups [M, N]."""
     weights = [_weight_operand(stage, t) for t in tensors]
     biases = [t.bias for t in tensors if t.bias is not None]
-
-    def multiply(operands: list[Operand], biases: list[Tensor]) -> Tensor:
-        return product(operands, weights, biases, dtype, stage.split_fprop)
-
-    return stage.strategy.fprop([m.operand for m in made], multiply, biases)
+    return stage.strategy.fprop([m.operand for m in made], Product(weights, dtype, stage.split_fprop), biases)
 
 
 def _record_forward(chain: Chain, number: int, made: Made, t: StageTensors, history: Tensor | None) -> None:
@@ -222,20 +227,32 @@ def _begin_wgrad(
     stage: Stage, saved: list[Saved], scales: list[Tensor | None], dtype: torch.dtype
 ) -> Callable[[], list[Operand]]:
     """What gives the input's side of wgrad for all tokens. Where they are spread over ranks, their gather begins now."""
-    first, scheme = saved[0], stage.input
-    quantized = scheme is not None and stage.backward == "quantized"
-    if (
-        quantized
-        and stage.strategy.gathers_input
-        and first.data is None
-        and first.h is not None
-        and not scheme.fills_blocks(first.h.shape[0])  # type: ignore[union-attr]
-    ):
-        begun = stage.strategy.before_wgrad([Operand(_produce(stage, source_of(s))) for s in saved])
-        return lambda: [
-            columnwise(_quantize(x.data, scheme, scale, None, False, True), scheme) for x, scale in zip(begun(), scales)
+    scheme = stage.input
+    after = [_quantizes_after_gather(stage, s) for s in saved]  # by group: their rows may or may not fill blocks
+    if not any(after):
+        return stage.strategy.before_wgrad([_wgrad_operand(stage, s, c, dtype) for s, c in zip(saved, scales)])
+    begun = stage.strategy.before_wgrad(
+        [
+            Operand(_produce(stage, source_of(s))) if later else _wgrad_operand(stage, s, c, dtype)
+            for s, c, later in zip(saved, scales, after)
         ]
-    return stage.strategy.before_wgrad([_wgrad_operand(stage, s, c, dtype) for s, c in zip(saved, scales)])
+    )
+    return lambda: [
+        columnwise(_quantize(x.data, scheme, c, None, False, True), scheme) if later else x
+        for x, c, later in zip(begun(), scales, after)
+    ]
+
+
+def _quantizes_after_gather(stage: Stage, s: Saved) -> bool:
+    """Whether the input's side of wgrad is gathered in high precision, because columnwise blocks would cross ranks."""
+    return (
+        stage.input is not None
+        and stage.backward == "quantized"
+        and stage.strategy.gathers_input
+        and s.data is None
+        and s.h is not None
+        and not stage.input.fills_blocks(s.h.shape[0])
+    )
 
 
 def _dgrad_operand(stage: Stage, s: Saved, dtype: torch.dtype) -> Operand:
@@ -267,11 +284,18 @@ def _shares_gradient_amax(stage: Stage) -> bool:
     )
 
 
-def _quantized_gradient(stage: Stage, grad: Gradient, scale: Tensor | None) -> tuple[Gradient, Tensor]:
-    """(the gradient of this rank's tokens, quantized; its amax). Of all tokens at once where blocks would cross ranks."""
+def _blocks_cross_ranks(stage: Stage, grads: list[Gradient]) -> bool:
+    """Whether columnwise blocks of a gradient would need tokens of two ranks; of any group: all go the same way."""
+    if not stage.strategy.gathers_grad or stage.grad is None or grads[0].value is None:
+        return False
+    return not all(stage.grad.fills_blocks(grad.value.shape[0]) for grad in grads if grad.value is not None)
+
+
+def _quantized_gradient(stage: Stage, grad: Gradient, scale: Tensor | None, whole: bool) -> tuple[Gradient, Tensor]:
+    """(the gradient of this rank's tokens, quantized; its amax). whole: of all tokens at once, where blocks would cross ranks."""
     scheme, strategy, dy = stage.grad, stage.strategy, grad.value
     assert scheme is not None and dy is not None
-    if strategy.gathers_grad and not scheme.fills_blocks(dy.shape[0]):
+    if whole:
         q = _quantize(strategy.gather(dy), scheme, scale, None, True, True)
         return Gradient(dy, q, grad.column_sum, gathered=True), q.rowwise_amax
     amax = strategy.share_amax(operand_amax(dy, scheme)) if _shares_gradient_amax(stage) else None
@@ -280,7 +304,7 @@ def _quantized_gradient(stage: Stage, grad: Gradient, scale: Tensor | None) -> t
     return Gradient(dy, q, grad.column_sum), q.rowwise_amax
 
 
-def _quantize_gradient(chain: Chain, number: int, grad: Gradient, state: DelayedTensors) -> Gradient:
+def _quantize_gradient(chain: Chain, number: int, grad: Gradient, state: DelayedTensors, whole: bool) -> Gradient:
     """Quantizes the gradient of the output of stage `number` if the stage wants it, and records its amax."""
     stage = chain.stages[number]
     if not _quantizes_gradient(stage):
@@ -290,7 +314,7 @@ def _quantize_gradient(chain: Chain, number: int, grad: Gradient, state: Delayed
     else:
         scale = column_of(state.bwd_scale, grad_column(number)) if stage.delayed else None
         count_into(chain, number, 2)
-        grad, amax = _quantized_gradient(stage, grad, scale)
+        grad, amax = _quantized_gradient(stage, grad, scale, whole)
     if stage.delayed:
         ops.record_amax_(state.bwd_history, amax, grad_column(number), chain.owner)
     return grad
@@ -308,19 +332,17 @@ def _rows_of(stage: Stage, grad: Gradient) -> Operand:
     return Operand(grad.value)
 
 
-def _columns_of(stage: Stage, grad: Gradient, rows: Operand) -> Operand:
-    """The gradient's side of wgrad, of all tokens. rows: its rowwise copy of all tokens."""
-    q, strategy = grad.quantized, ALONE if grad.gathered else stage.strategy
-    if q is None or (strategy.gathers_grad and stage.grad is not None and stage.grad.per_tensor):
-        return transposed(rows)
-    return strategy.before_dgrad(columnwise(q, stage.grad))
+def _columns_of(stage: Stage, grads: list[Gradient]) -> Later | None:
+    """The gradients' side of wgrad, of all tokens, where it is a copy of its own; None: the rows of all tokens can be transposed."""
+    strategy = ALONE if grads[0].gathered else stage.strategy
+    if strategy.gathers_grad and stage.grad is not None and stage.grad.per_tensor:
+        return None
+    copies = [columnwise(grad.quantized, stage.grad) for grad in grads if grad.quantized is not None]
+    return Later(lambda: strategy.begin_columns(copies)) if copies else None
 
 
-def _wgrad(
-    stage: Stage, grads: list[Gradient], rows: list[Operand], operands: list[Operand], dtype: torch.dtype
-) -> Tensor:
-    """The gradient of the weights of all groups, under one another: [groups * N, K]."""
-    columns = [_columns_of(stage, grad, row) for grad, row in zip(grads, rows)]
+def _wgrad(stage: Stage, columns: list[Operand], operands: list[Operand], dtype: torch.dtype) -> Tensor:
+    """The gradient of the weights of all groups, under one another: [groups * N, K]. columns: the gradients' side."""
     operands = [transposed(o) if o.scheme is None else o for o in operands]
     return product(columns, operands, [], dtype, stage.split_wgrad)
 
@@ -332,19 +354,16 @@ def _dgrad(
     rows: list[Operand],
     extra: Tensor | None,
     dtype: torch.dtype,
+    under: Later | None,
 ) -> tuple[Callable[[], Tensor], list[Operand]]:
     """(what gives the gradient of the operands [M, K], the gradients' rowwise copies of all tokens).
 
-    rows: the copies of this rank's tokens. extra: another gradient of the operands of all tokens.
+    rows: the copies of this rank's tokens. extra: another gradient of the operands of all tokens. under: what may travel meanwhile.
     """
     weights = [_dgrad_operand(stage, s, dtype) for s in saved]
-
-    def multiply(rows: list[Operand]) -> Tensor:
-        out = product(rows, weights, [], dtype, stage.split_dgrad, stage.output_parts)
-        return out if extra is None else out + extra
-
+    multiply = Product(weights, dtype, stage.split_dgrad, stage.output_parts, extra)
     strategy = ALONE if grads[0].gathered else stage.strategy
-    return strategy.dgrad(rows, multiply)
+    return strategy.dgrad(rows, multiply) if under is None else strategy.dgrad(rows, multiply, under.begin)
 
 
 def _activation_backward(
@@ -378,27 +397,30 @@ class _ChainFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, chain: Chain, accumulators: Any, splits: tuple[int, ...] | None, keep: bool, h: Tensor, *flat: Any
-    ) -> Any:
+        ctx: Any, chain: Chain, accumulators: Any, splits: tuple[int, ...] | None, keep: bool, residual: Tensor | None, h: Tensor,
+        *flat: Any,
+    ) -> Any:  # fmt: skip
         if chain.direct and products.watcher is None:
-            return direct.forward(ctx, chain, accumulators, keep, h, flat)
+            return direct.forward(ctx, chain, accumulators, keep, residual, h, flat)
         count, groups = len(chain.stages), chain.groups
         tensors, state = unpack(StageTensors, flat, count), DelayedTensors(*flat[-len(DelayedTensors._fields) :])
         saved: list[Saved] = []
-        norm_out = None
+        norm_out = total = None
         for start in range(0, count, groups):
             stage, made = chain.stages[start], []
+            added = residual if start == 0 else None
             for number, part in enumerate(_parts(h, splits), start):
                 t = tensors[number]
                 count_into(chain, number, 0)
                 if stage.input is None:
-                    one = _make_unquantized(stage, part, t)
+                    one = _make_unquantized(stage, part, added, t)
                 else:
                     scale = column_of(state.fwd_scale, input_column(number)) if stage.delayed else None
-                    one = _make_quantized(stage, part, t, scale, keep)
+                    one = _make_quantized(stage, part, added, t, scale, keep)
                 _record_forward(chain, number, one, t, state.fwd_history)
                 made.append(one)
                 saved.append(one.saved)
+            total = made[0].saved.h if added is not None else total
             h = _fprop(stage, made, tensors[start : start + groups], h.dtype)
             if stage.return_norm:
                 norm_out = _joined([one.norm_out for one in made])
@@ -407,30 +429,41 @@ class _ChainFunction(torch.autograd.Function):
         ctx.save_for_backward(*pack(saved), state.fwd_scale.clone() if recompute else None)  # type: ignore[union-attr]
         # Live buffers, not saved ones: another backward may update them before this one runs.
         ctx.bwd_scale, ctx.bwd_history = (state.bwd_scale, state.bwd_history) if delayed else (None, None)
-        ctx.chain, ctx.accumulators, ctx.splits = chain, accumulators, splits
+        ctx.chain, ctx.accumulators, ctx.splits, ctx.adds = chain, accumulators, splits, residual is not None
         ctx.weight_dtypes = tuple(gradient_dtype(t.weight) for t in tensors)
         first = chain.stages[0]
         if first.gather_norm and norm_out is not None:
             norm_out = first.strategy.before_gemm(Operand(norm_out)).data
-        return (h, norm_out) if first.return_norm else h
+        out = (h, norm_out) if first.return_norm else (h,)
+        out = out if residual is None else (*out, total)
+        return out if len(out) > 1 else h
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, dnorm: Tensor | None = None) -> Any:
+    def backward(ctx: Any, dy: Tensor, *others: Tensor) -> Any:
         refuse_double_backward()
         chain: Chain = ctx.chain
+        dtotal = others[-1] if ctx.adds else None
         if chain.direct and products.watcher is None:
-            return direct.backward(ctx, dy, _dgrad_operand)
+            return direct.backward(ctx, dy, dtotal, _dgrad_operand)
+        dnorm: Tensor | None = others[0] if chain.stages[0].return_norm else None
         *flat, fwd_scale = ctx.saved_tensors
         count, groups = len(chain.stages), chain.groups
         state = DelayedTensors(fwd_scale, None, ctx.bwd_scale, ctx.bwd_history)
-        all_saved, all_needs = unpack(Saved, flat, count), unpack(StageTensors, ctx.needs_input_grad[5:], count)
+        all_saved, all_needs = (
+            unpack(Saved, flat, count),
+            unpack(StageTensors, ctx.needs_input_grad[direct.FIRST :], count),
+        )
         found: list[StageGradients] = [StageGradients()] * count
-        grads = [Gradient(part) for part in _parts(dy if dy.is_contiguous() else dy.contiguous(), ctx.splits)]
+        grads = [
+            Gradient(part)
+            for part in _parts(dy if dy.is_contiguous() else dy.contiguous(), _of_output(chain, ctx.splits))
+        ]
         dx: Tensor | None = None
         for start in reversed(range(0, count, groups)):
             members = slice(start, start + groups)
             stage, saved, needs = chain.stages[start], all_saved[members], all_needs[members]
-            grads = [_quantize_gradient(chain, i, grad, state) for i, grad in enumerate(grads, start)]
+            whole = _blocks_cross_ranks(stage, grads)
+            grads = [_quantize_gradient(chain, i, grad, state, whole) for i, grad in enumerate(grads, start)]
             dbias = [_bias_gradient(grad) if need.bias else None for grad, need in zip(grads, needs)]
             add = ctx.accumulators[members] if ctx.accumulators is not None else (None,) * groups
             # Another gradient of all ranks' operands is summed over ranks with the rest.
@@ -440,7 +473,7 @@ class _ChainFunction(torch.autograd.Function):
                 saved,
                 grads,
                 [column_of(fwd_scale, input_column(i)) for i in range(start, start + groups)],
-                start > 0 or ctx.needs_input_grad[4] or any(need.gamma or need.beta for need in needs),
+                start > 0 or any(ctx.needs_input_grad[4:6]) or any(need.gamma or need.beta for need in needs),
                 any(need.weight for need in needs),
                 extra,
                 add,
@@ -458,13 +491,14 @@ class _ChainFunction(torch.autograd.Function):
             grads = []
             for g, (dgrad, s) in enumerate(zip(_parts(dx, ctx.splits), saved)):
                 needs_bias = start > 0 and bool(all_needs[start - groups + g].bias)
-                made = _producer_backward(chain, start + g, dgrad, dnorms[g], s, state, needs_bias)
+                more = (dnorms[g], dtotal if start == 0 else None)
+                made = _producer_backward(chain, start + g, dgrad, more, s, state, needs_bias)
                 grads.append(made.grad)
                 found[start + g] = StageGradients(made.dgamma, made.dbeta, dweight[g], dbias[g])
         first = chain.stages[0]
         if dx is not None and (first.norm is not None or first.activation is not None):
             dx = _joined([grad.value for grad in grads])
-        return None, None, None, None, dx, *pack(found), *DelayedTensors()
+        return None, None, None, None, dx if ctx.adds else None, dx, *pack(found), *DelayedTensors()
 
 
 def _products_backward(
@@ -484,15 +518,17 @@ def _products_backward(
     The operand of wgrad is gathered under dgrad's product, the input's gradient is summed under wgrad's.
     """
     operands = _begin_wgrad(stage, saved, scales, dtype) if needs_wgrad else None
+    columns = _columns_of(stage, grads) if needs_wgrad else None
     summed, rows = None, [_rows_of(stage, grad) for grad in grads]
     if needs_dgrad:
-        summed, rows = _dgrad(stage, saved, grads, rows, extra, dtype)
-    elif needs_wgrad and not grads[0].gathered:
+        summed, rows = _dgrad(stage, saved, grads, rows, extra, dtype, columns)
+    elif needs_wgrad and columns is None and not grads[0].gathered:
         rows = [stage.strategy.before_dgrad(row) for row in rows]
     dweight: list[Tensor | None] = [None] * len(grads)
     if operands is not None:
         accumulates = accumulators[0] is not None
-        whole = _wgrad(stage, grads, rows, operands(), torch.float32 if accumulates else weight_dtype)
+        sides = [transposed(row) for row in rows] if columns is None else columns()
+        whole = _wgrad(stage, sides, operands(), torch.float32 if accumulates else weight_dtype)
         dweight = list(whole.chunk(len(grads))) if len(grads) > 1 else [whole]
         if accumulates:
             dweight = [add(part) for add, part in zip(accumulators, dweight)]
@@ -508,15 +544,23 @@ class _ProducerGradients(NamedTuple):
 
 
 def _producer_backward(
-    chain: Chain, number: int, dgrad: Tensor, dnorm: Tensor | None, s: Saved, state: DelayedTensors, needs_bias: bool
+    chain: Chain,
+    number: int,
+    dgrad: Tensor,
+    more: tuple[Tensor | None, Tensor | None],
+    s: Saved,
+    state: DelayedTensors,
+    needs_bias: bool,
 ) -> _ProducerGradients:
-    """Through the producer of stage `number`. dnorm: of the norm's output, where that was returned."""
-    stage = chain.stages[number]
+    """Through the producer of stage `number`. more: gradients of the norm's output and of its input, where those were returned."""
+    stage, (dnorm, dtotal) = chain.stages[number], more
     if stage.norm is not None:
         dgrad = dgrad if dnorm is None else dgrad + dnorm
-        dx, dgamma, dbeta = ops.norm_backward(
-            dgrad, s.h, s.gamma, s.mean, s.rstd, stage.norm.zero_centered, s.beta is not None
-        )
+        norm = (s.h, s.gamma, s.mean, s.rstd, stage.norm.zero_centered, s.beta is not None)
+        if dtotal is None:
+            dx, dgamma, dbeta = ops.norm_backward(dgrad, *norm)
+        else:
+            dx, dgamma, dbeta, _ = ops.norm_backward_add(dgrad, *norm, dtotal, False)
         return _ProducerGradients(Gradient(dx), dgamma, dbeta if s.beta is not None else None)
     return _ProducerGradients(_activation_backward(chain, number, dgrad, s, state, needs_bias))
 
@@ -524,6 +568,11 @@ def _producer_backward(
 def _parts(x: Tensor, splits: tuple[int, ...] | None) -> list[Tensor]:
     """The rows of each group."""
     return [x] if splits is None else list(x.split(splits))
+
+
+def _of_output(chain: Chain, splits: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """The rows of each group of the chain's output, from those of its input. (Chains of several groups have one stage.)"""
+    return None if splits is None else tuple(map(chain.stages[-1].strategy.output_tokens, splits))
 
 
 def _joined(parts: list[Tensor | None]) -> Tensor | None:
@@ -538,20 +587,24 @@ def run_chain(
     state: DelayedTensors | None,
     accumulators: tuple | None = None,
     splits: tuple[int, ...] | None = None,
+    residual: Tensor | None = None,
 ) -> Any:
     """Runs `chain` on x [M, K]. state: where delayed scaling needs it. splits: rows of each of the chain's groups, if it has several.
+    residual [M, K], of the dtype of x: what the first stage's norm adds to x before it; the chain has one group then.
 
-    Returns [M, N], or ([M, N], norm output [M, K]) if the first stage returns it.
+    Returns [M, N]; or a tuple of that, the norm's output [M, K] if the first stage returns it, and x + residual if there is one.
     """
-    keep = torch.is_grad_enabled() and (x.requires_grad or any(map(_trains, stages)))
+    keep = torch.is_grad_enabled() and (
+        x.requires_grad or (residual is not None and residual.requires_grad) or any(map(_trains, stages))
+    )
     apply = _ChainFunction.apply if not chain.direct or torch_private.transforms_active() else _BARE_APPLY
     flat = stages[0] if len(stages) == 1 else pack(stages)
     device = x.device.type
     if not torch.is_autocast_enabled(device) or torch.compiler.is_compiling():
-        return apply(chain, accumulators, splits, keep, x, *flat, *(state or _NO_STATE))
+        return apply(chain, accumulators, splits, keep, residual, x, *flat, *(state or _NO_STATE))
     torch.set_autocast_enabled(device, False)  # x has its dtype by now, and each op would ask
     try:
-        return apply(chain, accumulators, splits, keep, x, *flat, *(state or _NO_STATE))
+        return apply(chain, accumulators, splits, keep, residual, x, *flat, *(state or _NO_STATE))
     finally:
         torch.set_autocast_enabled(device, True)
 

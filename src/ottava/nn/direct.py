@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from ottava.kernels import tally
 from ottava.kernels.registry import plain_functions
+from ottava.nn import gradient_amax
 from ottava.nn.operand import Operand
 from ottava.nn.stage import Chain, DelayedTensors, Saved, Stage, StageTensors, count_into, grad_column, input_column
 from ottava.nn.strategy import ALONE
 from ottava.quant.weight import gradient_dtype
 
 WIDTH, KEPT, STATE = (len(kind._fields) for kind in (StageTensors, Saved, DelayedTensors))
-FIRST = 5  # arguments of the autograd Function before the stages' tensors; the last of these is the chain's input
+FIRST = 6  # arguments of the autograd Function before the stages' tensors; the last two of these are the residual and the chain's input
 GAMMA, BETA, WEIGHT, BIAS = (StageTensors._fields.index(name) for name in ("gamma", "beta", "weight", "bias"))
 
 
@@ -37,20 +38,25 @@ def direct(stages: tuple[Stage, ...], groups: int) -> bool:
     )
 
 
-def forward(ctx: Any, chain: Chain, accumulators: Any, keep: bool, h: Tensor, flat: tuple[Any, ...]) -> Tensor:
+def forward(
+    ctx: Any, chain: Chain, accumulators: Any, keep: bool, residual: Tensor | None, h: Tensor, flat: tuple[Any, ...]
+) -> Tensor | tuple[Tensor, Tensor]:
     """See `core._ChainFunction.forward`."""
     fwd_scale, fwd_history, bwd_scale, bwd_history = flat[-STATE:]
     ops = plain_functions(h)
     saved: list[Any] = []
     dtypes = []
     slots = chain.tally
+    added, total = residual, h
     for number, stage in enumerate(chain.stages):
         gamma, beta, weight, bias, *copies = flat[WIDTH * number : WIDTH * (number + 1)]
         row, row_scale, row_amax = copies[:3]
         dtypes.append(gradient_dtype(weight))
         if stage.texts is None:
-            h, kept = _unquantized(ops, stage, h, gamma, beta, weight, bias)
+            h, kept = _unquantized(ops, stage, h, added, gamma, beta, weight, bias)
             saved += kept
+            if added is not None:
+                total, added = kept[0], None
             continue
         scheme, weight_scheme, _, _ = stage.texts
         scale = mean = rstd = None
@@ -63,7 +69,12 @@ def forward(ctx: Any, chain: Chain, accumulators: Any, keep: bool, h: Tensor, fl
         if stage.norm is not None:
             norm, amax = stage.norm, None
             wants_amax = scale is None and stage.input.per_tensor  # type: ignore[union-attr]
-            mean, rstd, found = ops.norm_stats(h, gamma, beta, norm.kind, norm.eps, norm.zero_centered, wants_amax)
+            settings = (gamma, beta, norm.kind, norm.eps, norm.zero_centered, wants_amax)
+            if added is None:
+                mean, rstd, found = ops.norm_stats(h, *settings)
+            else:
+                h, mean, rstd, found = ops.norm_add_stats(h, added, *settings)
+                total, added = h, None
             amax = found if wants_amax else None
             made = ops.norm_quantize(h, gamma, beta, mean, rstd, norm.zero_centered, scheme, scale, amax, True, keep)
             source = h
@@ -85,18 +96,24 @@ def forward(ctx: Any, chain: Chain, accumulators: Any, keep: bool, h: Tensor, fl
     # Live buffers, not saved ones: another backward may update them before this one runs.
     ctx.bwd_scale, ctx.bwd_history = bwd_scale, bwd_history
     ctx.chain, ctx.accumulators, ctx.splits, ctx.weight_dtypes = chain, accumulators, None, tuple(dtypes)
-    return h
+    ctx.adds = residual is not None
+    return h if residual is None else (h, total)
 
 
 def _unquantized(
-    ops: Any, stage: Stage, h: Tensor, gamma: Tensor | None, beta: Tensor | None, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """(the stage's output, what it keeps) in the activation dtype."""
+    ops: Any, stage: Stage, h: Tensor, added: Tensor | None, gamma: Tensor | None, beta: Tensor | None, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, tuple[Any, ...]]:  # fmt: skip
+    """(the stage's output, what it keeps) in the activation dtype. added: to h, before the norm."""
     mean = rstd = None
     operand, source = h, None
     if stage.norm is not None:
-        norm, source = stage.norm, h
-        mean, rstd, _ = ops.norm_stats(h, gamma, beta, norm.kind, norm.eps, norm.zero_centered, False)
+        norm = stage.norm
+        settings = (gamma, beta, norm.kind, norm.eps, norm.zero_centered, False)
+        if added is None:
+            mean, rstd, _ = ops.norm_stats(h, *settings)
+        else:
+            h, mean, rstd, _ = ops.norm_add_stats(h, added, *settings)
+        source = h
         operand = ops.norm_apply(h, gamma, beta, mean, rstd, norm.zero_centered, h.dtype)
     elif stage.activation is not None:
         operand, source = ops.activation(h, stage.activation), h
@@ -109,8 +126,10 @@ def _multiplier(ops: Any, name: str, weight: Tensor) -> Any:
     return getattr(ops if type(weight) is Tensor or type(weight) is nn.Parameter else torch.ops.ottava, name)
 
 
-def backward(ctx: Any, dy: Tensor, dgrad_operand: Callable[[Stage, Saved, torch.dtype], Operand]) -> tuple[Any, ...]:
-    """See `core._ChainFunction.backward`. dgrad_operand: what gives the weight's side of dgrad."""
+def backward(
+    ctx: Any, dy: Tensor, dtotal: Tensor | None, dgrad_operand: Callable[[Stage, Saved, torch.dtype], Operand]
+) -> tuple[Any, ...]:
+    """See `core._ChainFunction.backward`. dtotal: the gradient of x + residual. dgrad_operand: what gives the weight's side of dgrad."""
     chain, needs, kept = ctx.chain, ctx.needs_input_grad, ctx.saved_tensors
     ops = plain_functions(dy)
     found: list[Any] = [None] * (WIDTH * len(chain.stages))
@@ -122,14 +141,16 @@ def backward(ctx: Any, dy: Tensor, dgrad_operand: Callable[[Stage, Saved, torch.
         saved = Saved._make(kept[KEPT * number : KEPT * (number + 1)])
         if quantized is None and stage.texts is not None:
             count_into(chain, number, 2)
-            quantized = ops.quantize(value, stage.texts.grad, _scale(ctx, number), None, True, True)
+            scale = _scale(ctx, number)
+            amax = gradient_amax.find(value) if scale is None and stage.grad.per_tensor else None  # type: ignore[union-attr]
+            quantized = ops.quantize(value, stage.texts.grad, scale, amax, True, True)
         if stage.delayed:
             ops.record_amax_(ctx.bwd_history, quantized[4], grad_column(number), chain.owner)
         wanted = needs[FIRST + at : FIRST + at + WIDTH]
         if wanted[BIAS]:
             found[at + BIAS] = ops.column_sum(value) if column_sum is None else column_sum
         dx = None
-        if number > 0 or needs[FIRST - 1] or wanted[GAMMA] or wanted[BETA]:
+        if number > 0 or needs[FIRST - 1] or needs[FIRST - 2] or wanted[GAMMA] or wanted[BETA]:
             dx = _dgrad(ops, stage, value, quantized, dgrad_operand(stage, saved, dy.dtype), dy.dtype)
         if wanted[WEIGHT]:
             add = None if ctx.accumulators is None else ctx.accumulators[number]
@@ -141,7 +162,7 @@ def backward(ctx: Any, dy: Tensor, dgrad_operand: Callable[[Stage, Saved, torch.
             break
         value, quantized, column_sum = dx, None, None
         if stage.norm is not None:
-            value = dx = _through_norm(ops, stage, saved, dx, found, at)
+            value = dx = _through_norm(ops, stage, saved, dx, dtotal if number == 0 else None, found, at)
         elif stage.activation is not None and (number == 0 or stage.texts is None):
             value = dx = ops.activation_backward(dx, saved.h, stage.activation)
         elif stage.activation is not None:
@@ -152,7 +173,7 @@ def backward(ctx: Any, dy: Tensor, dgrad_operand: Callable[[Stage, Saved, torch.
                 dx, saved.h, stage.activation, before.texts.fused_grad, scale, None, True, True, needs_bias
             )
             value, column_sum = None, sums if needs_bias else None
-    return *(None,) * (FIRST - 1), dx, *found, *(None,) * STATE
+    return *(None,) * (FIRST - 2), None if dtotal is None else dx, dx, *found, *(None,) * STATE
 
 
 def _dgrad(ops: Any, stage: Stage, dy: Any, quantized: Any, weight: Operand, dtype: torch.dtype) -> Tensor:
@@ -185,13 +206,24 @@ def _scale(ctx: Any, number: int) -> Tensor | None:
     return ctx.bwd_scale[first : first + 1]
 
 
-def _through_norm(ops: Any, stage: Stage, saved: Saved, dgrad: Tensor, found: list[Any], at: int) -> Tensor:
-    """The gradient of the norm's input; those of its gain and bias go into `found`, whose part for the stage begins at `at`."""
+def _through_norm(
+    ops: Any, stage: Stage, saved: Saved, dgrad: Tensor, dtotal: Tensor | None, found: list[Any], at: int
+) -> Tensor:
+    """The gradient of the norm's input; those of its gain and bias go into `found`, whose part for the stage begins at `at`.
+
+    dtotal: another gradient of the norm's input.
+    """
     assert stage.norm is not None
     beta = saved.beta is not None
-    dx, dgamma, dbeta = ops.norm_backward(
-        dgrad, saved.h, saved.gamma, saved.mean, saved.rstd, stage.norm.zero_centered, beta
-    )
+    norm = (saved.h, saved.gamma, saved.mean, saved.rstd, stage.norm.zero_centered, beta)
+    if dtotal is None:
+        dx, dgamma, dbeta = ops.norm_backward(dgrad, *norm)
+    else:
+        # What made x quantizes this gradient next, with a scale from its amax if it is of this recipe.
+        wants_amax = stage.grad is not None and stage.grad.per_tensor and not stage.delayed
+        dx, dgamma, dbeta, amax = ops.norm_backward_add(dgrad, *norm, dtotal, wants_amax)
+        if wants_amax:
+            gradient_amax.note(dx, amax)
     found[at + GAMMA] = dgamma
     if beta:
         found[at + BETA] = dbeta

@@ -12,7 +12,7 @@ from ottava.nn.core import run_chain
 from ottava.nn.options import OverlapOptions, ParallelOptions, refuse_delayed_wgrad
 from ottava.nn.parallel_module import join_meshes, linear_layouts
 from ottava.nn.stage import Stage
-from ottava.nn.strategy import Strategy, local
+from ottava.nn.strategy import local
 
 
 class GroupedLinear(QuantizedModule):
@@ -90,15 +90,6 @@ class GroupedLinear(QuantizedModule):
         elif self.parallel.mode == "row":
             self.in_features //= size
 
-    def strategy(self, index: int = 0) -> Strategy:
-        """One strategy for all groups. Their rows are counted by `m_splits`, so they cannot be spread over ranks."""
-        strategy = super().strategy(index)
-        if strategy.spreads_tokens:
-            raise ValueError(
-                "GroupedLinear takes all tokens of its groups on every rank: sequence_parallel is not offered."
-            )
-        return strategy
-
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Draws the weights anew, zeroes the biases and forgets delayed-scaling history."""
         if defer_init or self.leave_meta():
@@ -111,7 +102,11 @@ class GroupedLinear(QuantizedModule):
         self.delayed.reset()
 
     def forward(self, inp: Tensor, m_splits: list[int], is_first_microbatch: bool | None = None) -> Any:
-        """inp [..., in_features]; m_splits: rows of each group, adding up to all rows. Returns [..., out_features]."""
+        """inp [..., in_features]; m_splits: rows of each group, adding up to all rows. Returns [..., out_features].
+
+        With sequence_parallel the rows of each group are spread over the ranks, the same number on each: a column's output has
+        tp_size * m_splits[g] rows of group g, those of rank 0 first; a row's output has m_splits[g] / tp_size of them.
+        """
         x = self.check_input(inp, self.in_features, local(self.weight0))
         rows = x.reshape(-1, self.in_features)
         if len(m_splits) != self.num_gemms or sum(m_splits) != rows.shape[0] or min(m_splits) < 0:
@@ -120,13 +115,18 @@ class GroupedLinear(QuantizedModule):
                 f"(sum {sum(m_splits)})."
             )
         strategy = self.strategy()
+        if strategy.spreads_tokens and x.dim() > 2:
+            raise ValueError(
+                f"GroupedLinear with sequence_parallel=True takes [tokens, {self.in_features}]: a group's tokens of all ranks lie "
+                f"together in its output, got an input of {tuple(x.shape)}."
+            )
 
         def stages() -> list[Stage]:
             self.check_features(in_features=self.in_features, out_features=self.out_features)
             return [Stage(strategy=strategy)] * self.num_gemms
 
         chain, scale = self.prepare((strategy,), stages)
-        biases = [self.parameter(f"bias{g}") if self.use_bias else None for g in range(self.num_gemms)]
+        biases = [self.output_parameter(f"bias{g}") if self.use_bias else None for g in range(self.num_gemms)]
         tensors = [
             self.stage_tensors(
                 chain, g, local(getattr(self, f"weight{g}")), None if self.return_bias else biases[g], scale,
@@ -139,7 +139,7 @@ class GroupedLinear(QuantizedModule):
         )
         splits = tuple(m_splits) if self.num_gemms > 1 else None
         y = run_chain(chain, rows, tensors, self.state(scale), accumulators, splits)
-        y = y.reshape(*x.shape[:-1], self.out_features)
+        y = y.reshape(self.output_shape(x.shape, self.out_features))
         return (y, biases) if self.return_bias else y
 
     def extra_repr(self) -> str:

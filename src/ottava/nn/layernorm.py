@@ -18,11 +18,14 @@ ops = torch.ops.ottava
 class _NormFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor | None, kind: str, eps: float, zero_centered: bool
-    ) -> Tensor:
-        mean, rstd, _ = ops.norm_stats(x, gamma, beta, kind, eps, zero_centered, False)
+        ctx: Any, x: Tensor, residual: Tensor | None, gamma: Tensor, beta: Tensor | None, kind: str, eps: float, zero_centered: bool
+    ) -> Tensor:  # fmt: skip
+        if residual is None:
+            mean, rstd, _ = ops.norm_stats(x, gamma, beta, kind, eps, zero_centered, False)
+        else:
+            x, mean, rstd, _ = ops.norm_add_stats(x, residual, gamma, beta, kind, eps, zero_centered, False)
         ctx.save_for_backward(x, gamma, mean, rstd)
-        ctx.zero_centered, ctx.has_beta = zero_centered, beta is not None
+        ctx.zero_centered, ctx.has_beta, ctx.adds = zero_centered, beta is not None, residual is not None
         return ops.norm_apply(x, gamma, beta, mean, rstd, zero_centered, x.dtype)
 
     @staticmethod
@@ -30,7 +33,7 @@ class _NormFunction(torch.autograd.Function):
         refuse_double_backward()
         x, gamma, mean, rstd = ctx.saved_tensors
         dx, dgamma, dbeta = ops.norm_backward(dy.contiguous(), x, gamma, mean, rstd, ctx.zero_centered, ctx.has_beta)
-        return dx, dgamma, dbeta if ctx.has_beta else None, None, None, None
+        return dx, dx if ctx.adds else None, dgamma, dbeta if ctx.has_beta else None, None, None, None
 
 
 class _Norm(nn.Module):
@@ -101,8 +104,8 @@ class _Norm(nn.Module):
             if self.bias is not None:
                 self.bias.zero_()
 
-    def forward(self, inp: Tensor) -> Tensor:
-        """Normalizes over the last dimension(s). inp [..., *normalized_shape]."""
+    def forward(self, inp: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Normalizes over the last dimension(s). inp [..., *normalized_shape]. residual, like inp: is added to it before."""
         count = len(self.normalized_shape)
         if tuple(inp.shape[-count:]) != self.normalized_shape:
             raise ValueError(
@@ -113,9 +116,16 @@ class _Norm(nn.Module):
                 f"{type(self).__name__} is on {self.weight.device} but its input is on {inp.device}: move one of them."
             )
         check_float(inp, f"The input of {type(self).__name__}")
-        rows = inp.reshape(-1, self.features)
+        rows, added = inp.reshape(-1, self.features), None
+        if residual is not None:
+            if residual.shape != inp.shape or residual.dtype != inp.dtype or residual.device != inp.device:
+                raise ValueError(
+                    f"The residual of {type(self).__name__} must be like its input, {tuple(inp.shape)} {inp.dtype} on {inp.device}; got "
+                    f"{tuple(residual.shape)} {residual.dtype} on {residual.device}."
+                )
+            added = residual.reshape(-1, self.features)
         gamma, beta = self._parameter(self.weight), self._parameter(self.bias)
-        y = _NormFunction.apply(rows, gamma, beta, self.kind, self.eps, self.zero_centered_gamma)
+        y = _NormFunction.apply(rows, added, gamma, beta, self.kind, self.eps, self.zero_centered_gamma)
         return y.reshape(inp.shape)
 
     def extra_repr(self) -> str:

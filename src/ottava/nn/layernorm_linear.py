@@ -122,9 +122,17 @@ class LayerNormLinear(QuantizedModule):
         self.delayed.reset()
 
     def forward(
-        self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_grad: bool = False, fp8_output: bool = False
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_grad: bool = False,
+        fp8_output: bool = False,
+        residual: Tensor | None = None,
     ) -> Any:
-        """inp [..., in_features] -> output, or (output, bias), (output, norm output), (output, bias, norm output) as asked for."""
+        """inp [..., in_features] -> output, or (output, bias), (output, norm output), (output, bias, norm output) as asked for.
+
+        residual, like inp: is added to inp before the norm, in one kernel with it; the sum is returned too, last.
+        """
         if fp8_output or fp8_grad:
             raise ValueError(
                 "fp8_output and fp8_grad are not offered: modules hand each other tensors in the activation dtype."
@@ -155,15 +163,18 @@ class LayerNormLinear(QuantizedModule):
         )  # fmt: skip
         accumulate = self.accumulator(self.weight_names) if self.wgrad_accumulation else None
         out = run_chain(
-            chain, x.reshape(-1, self.in_features), [tensors], self.state(scale), (accumulate,) if accumulate else None
-        )
-        y, norm_out = out if self.return_layernorm_output else (out, out)
+            chain, x.reshape(-1, self.in_features), [tensors], self.state(scale), (accumulate,) if accumulate else None,
+            residual=self.check_residual(residual, x),
+        )  # fmt: skip
+        y, *more = out if isinstance(out, tuple) else (out,)
         result: tuple[Any, ...] = (y.reshape(self.output_shape(x.shape, self.out_features)),)
         if self.return_bias:
             result += (bias,)
         if self.return_layernorm_output:
             gathered = self.return_layernorm_output_gathered
-            result += (norm_out.reshape(self.output_shape(x.shape, self.in_features) if gathered else x.shape),)
+            result += (more[0].reshape(self.output_shape(x.shape, self.in_features) if gathered else x.shape),)
+        if residual is not None:
+            result += (more[-1].reshape(x.shape),)
         return result if len(result) > 1 else result[0]
 
     def extra_repr(self) -> str:

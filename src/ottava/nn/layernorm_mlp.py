@@ -138,6 +138,11 @@ class LayerNormMLP(QuantizedModule):
         """fc1 by columns of its output, fc2 by rows of its input."""
         return (None, None) if self.parallel.mode is None else ("column", "row")
 
+    @property
+    def overlap_names(self) -> tuple[str, ...]:
+        """As TransformerEngine has them."""
+        return ("fc1", "fc2")
+
     def set_parallel_mode(self) -> None:
         """What the constructor's `set_parallel_mode` asks for, later: whole weights will be split by `set_device_mesh`."""
         if self.parallel.mode is None:
@@ -165,8 +170,11 @@ class LayerNormMLP(QuantizedModule):
                     getattr(self, name).zero_()
         self.delayed.reset()
 
-    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """inp [..., hidden] -> output, or (output, bias), (output, norm output), (output, bias, norm output) as asked for."""
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, residual: Tensor | None = None) -> Any:
+        """inp [..., hidden] -> output, or (output, bias), (output, norm output), (output, bias, norm output) as asked for.
+
+        residual, like inp: is added to inp before the norm, in one kernel with it; the sum is returned too, last.
+        """
         fc1_weight, fc2_weight = self.joined(self._fc1_names("weight")), self.joined(["fc2_weight"])
         x = self.check_input(inp, self.hidden_size, fc1_weight)
         norm = (self.normalization, self.eps, self.zero_centered_gamma)
@@ -199,14 +207,19 @@ class LayerNormMLP(QuantizedModule):
             if self.wgrad_accumulation
             else None
         )
-        out = run_chain(chain, x.reshape(-1, self.hidden_size), [fc1, fc2], self.state(scale), accumulators)
-        y, norm_out = out if self.return_layernorm_output else (out, out)
+        added = self.check_residual(residual, x)
+        out = run_chain(
+            chain, x.reshape(-1, self.hidden_size), [fc1, fc2], self.state(scale), accumulators, residual=added
+        )
+        y, *more = out if isinstance(out, tuple) else (out,)
         result: tuple[Any, ...] = (y.reshape(x.shape),)
         if self.return_bias:
             result += (bias,)
         if self.return_layernorm_output:
             gathered = self.return_layernorm_output_gathered
-            result += (norm_out.reshape(self.output_shape(x.shape, self.hidden_size) if gathered else x.shape),)
+            result += (more[0].reshape(self.output_shape(x.shape, self.hidden_size) if gathered else x.shape),)
+        if residual is not None:
+            result += (more[-1].reshape(x.shape),)
         return result if len(result) > 1 else result[0]
 
     def _fc1_bias(self) -> Tensor | None:

@@ -277,26 +277,30 @@ class MultiheadAttention(torch.nn.Module):
         pad_between_seqs: bool | None = None,
         *,
         bottom_right_diagonal: bool | None = None,
+        residual: Tensor | None = None,
     ) -> Any:
         """hidden_states [s, b, hidden] (or [b, s, hidden], [t, hidden]) -> the same shape.
 
-        Returns the output, followed by the bias (`return_bias`) and the norm's output (`return_layernorm_output`, only with
-        `input_layernorm`). rotary_pos_emb: angles for queries and keys, or a pair. The rest is `DotProductAttention`'s.
+        Returns the output, followed by the bias (`return_bias`), the norm's output (`return_layernorm_output`, only with
+        `input_layernorm`), and hidden_states + residual, if there is a residual: it is added before the norm, in one kernel with it.
+        rotary_pos_emb: angles for queries and keys, or a pair. The rest is `DotProductAttention`'s.
         """
         self._check_hidden("hidden_states", hidden_states)
+        if residual is not None and not (self.attention_type == "self" and self.input_layernorm):
+            raise ValueError("A residual is added by the norm of self-attention: it needs input_layernorm=True.")
         freqs = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
         packed_q = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
         packed_kv = cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded
         layout = self.qkv_format
         if self.attention_type == "self":
-            mixed, norm_out = self._project(self._input_projection(), hidden_states, is_first_microbatch)
+            mixed, *normed = self._projected(self._input_projection(), hidden_states, is_first_microbatch, residual)
             layout = self._core_layout(mixed, attention_mask)
             q, k, v = self._self_qkv(mixed, freqs, packed_q, layout)
         else:
             if encoder_output is None:
                 raise ValueError("cross-attention needs encoder_output, the sequence that keys and values come from.")
             self._check_hidden("encoder_output", encoder_output)
-            q, k, v, norm_out = self._cross_qkv(
+            q, k, v, *normed = self._cross_qkv(
                 hidden_states, encoder_output, is_first_microbatch, freqs, packed_q, packed_kv
             )
         context = self.core_attention(
@@ -326,16 +330,18 @@ class MultiheadAttention(torch.nn.Module):
             context = context.transpose(0, 1)
         projected = self.proj(context, is_first_microbatch=is_first_microbatch)
         result = projected if self.return_bias else (projected,)
-        if self.input_layernorm and self.return_layernorm_output:
-            result = (*result, norm_out)
+        result = (*result, *normed)
         return result if len(result) > 1 else result[0]
 
     # ------------------------------------------------------------------------------------------------------------ the parts
 
-    def _project(self, module: LayerNormLinear | Linear, x: Tensor, first: bool | None) -> tuple[Tensor, Tensor | None]:
-        """(projection, norm's output if it was asked for)."""
-        out = module(x, is_first_microbatch=first)
-        return out if isinstance(out, tuple) else (out, None)
+    def _projected(
+        self, module: LayerNormLinear | Linear, x: Tensor, first: bool | None, residual: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """(projection, norm's output if it was asked for, x + residual if there is one)."""
+        more = {} if residual is None else {"residual": residual}
+        out = module(x, is_first_microbatch=first, **more)
+        return out if isinstance(out, tuple) else (out,)
 
     def _core_layout(self, mixed: Tensor, mask: Any) -> str:
         """The layout that attention is given, for mixed [..., (heads + 2 groups) channels]: "bshd" for kernels that want the tokens of a
@@ -375,19 +381,20 @@ class MultiheadAttention(torch.nn.Module):
         freqs: tuple[Tensor | None, Tensor | None],
         cu_seqlens_q: Tensor | None,
         cu_seqlens_kv: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        mixed, _ = self._project(self.key_value, encoder_output, first)  # [..., 2 groups channels]
+    ) -> tuple[Tensor, ...]:
+        """(queries, keys, values, and the norm's output if it was asked for)."""
+        (mixed,) = self._projected(self.key_value, encoder_output, first)  # [..., 2 groups channels]
         by_group = self.qkv_weight_interleaved
         _, k, v = split_qkv_rope(mixed, 0, self.groups_per_partition, by_group=by_group, tensor_format=self.qkv_format)
         module = self.layernorm_query if self.input_layernorm else self.query_layer
-        q, norm_out = self._project(module, x, first)
+        q, *normed = self._projected(module, x, first)
         q = q.view(*q.shape[:-1], self.heads_per_partition, self.hidden_size_per_attention_head)
         if self.qk_norm_before_rope:
             q, k = self._normalized(q, k)
         q, k = self._turned(q, freqs[0], cu_seqlens_q), self._turned(k, freqs[1], cu_seqlens_kv)
         if not self.qk_norm_before_rope:
             q, k = self._normalized(q, k)
-        return q, k, v, norm_out
+        return q, k, v, *normed
 
     def _normalized(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return (q, k) if self.q_norm is None or self.k_norm is None else (self.q_norm(q), self.k_norm(k))

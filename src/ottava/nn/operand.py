@@ -48,3 +48,12 @@ def transposed(operand: Operand) -> Operand:
     data, scale = torch.ops.ottava.transpose(operand.data, str(operand.scheme)), operand.scale_inv
     scale = scale.t().contiguous() if scale is not None and scale.dim() == 2 else scale
     return Operand(data, scale, operand.amax, operand.scheme, "columnwise")
+
+
+def rows_of(operand: Operand, start: int, stop: int) -> Operand:
+    """Rows [start, stop) of a rowwise operand, as views. `start` lies where the rows of a scale begin (`Scheme.row_multiple`)."""
+    data = operand.data[start:stop]
+    if operand.scheme is None or operand.scheme.per_tensor or operand.scale_inv is None:
+        return operand._replace(data=data)
+    multiple = operand.scheme.row_multiple
+    return operand._replace(data=data, scale_inv=operand.scale_inv[start // multiple : -(-stop // multiple)])

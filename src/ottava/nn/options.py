@@ -72,24 +72,31 @@ class ParallelOptions:
 
 @dataclass(frozen=True)
 class OverlapOptions:
-    """TransformerEngine's userbuffers switches: which collective may hide under which GEMM.
+    """Which collective may hide under which GEMM: TransformerEngine's userbuffers switches, or one method for all of them.
 
-    They change the schedule, never a value. "Bulk" ones hide the gather of a column-parallel stage's input under dgrad, and the sum of
-    its input's gradient under wgrad. The others ask for products in chunks, which do not exist yet: those collectives are waited for.
+    They change the schedule, never a value. `ottava.overlap.schedule` says what each of them hides; one that cannot act says so once.
     """
 
     overlap_all_gather: bool = False
+    """Of a column's input under its product, of a row's gradient under dgrad."""
     overlap_reduce_scatter: bool = False
+    """Of a row's output under its product."""
     overlap_reduce_scatter_dgrad: bool = False
+    """Of a column's input gradient under dgrad."""
     bulk_dgrad: bool = False
+    """The gather of a column's input for wgrad, under dgrad."""
     bulk_wgrad: bool = False
+    """The sum of a column's input gradient, under wgrad."""
     name: str | None = None
     symmetric_all_reduce: str | None = None
+    method: str | None = None
+    """ "none", "bulk", "ring", "pipeline" or "auto" for the whole module, as a plan gives it; None: the switches above."""
+    transport: str = "auto"
+    minimum_tokens: int | None = None
+    """Tokens below which no product is cut into chunks; None: an estimate decides."""
 
-    @property
-    def bulk(self) -> bool:
-        """Whether collectives of backward travel under its products."""
-        return self.bulk_dgrad or self.bulk_wgrad
+
+NO_OVERLAP = OverlapOptions()
 
 
 def check_norm(normalization: str) -> str:

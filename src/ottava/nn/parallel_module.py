@@ -37,6 +37,11 @@ class ParallelModule(nn.Module):
         return (self.parallel.mode,) * len(self._strategies)
 
     @property
+    def overlap_names(self) -> tuple[str, ...]:
+        """What TransformerEngine calls each stage where it configures overlap: "qkv", "proj", "fc1", "fc2"."""
+        return (self.overlap.name or type(self).__name__,) * len(self._strategies)
+
+    @property
     def tp_size(self) -> int:
         """Tensor-parallel ranks that the parameters are cut for."""
         return self.parallel.size
@@ -62,9 +67,10 @@ class ParallelModule(nn.Module):
         self.parallel.group = tp_group
         if size > 1:
             self.join_ranks()
-        spread, bulk = self.parallel.sequence_parallel, self.overlap.bulk
+        spread = self.parallel.sequence_parallel
         self._strategies = tuple(
-            ALONE if mode is None else backend().strategy(mode, tp_group, spread, bulk) for mode in self.modes
+            ALONE if mode is None else backend().strategy(mode, tp_group, spread, self.overlap, name)
+            for mode, name in zip(self.modes, self.overlap_names, strict=True)
         )
         self._share_statistics(None)
 

@@ -6,8 +6,9 @@ with watching(lambda a, b: print(a.scheme, b.scheme)):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -46,6 +47,35 @@ def product(
         x.data, x.scale_inv, x.amax, y.data, y.scale_inv, y.amax,
         str(x.scheme), str(y.scheme), bias, dtype, split_accumulator, parts,
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Product:
+    """One side of a stage's product: what strategies multiply operands by, all of them at once or chunk by chunk."""
+
+    weights: list[Operand]
+    """One for each group."""
+    dtype: torch.dtype
+    """Of the result."""
+    split_accumulator: bool
+    parts: int = 1
+    extra: Tensor | None = None
+    """Added to the product of all tokens. Then it cannot be made in chunks (`cuttable`)."""
+
+    @property
+    def features(self) -> int:
+        """Columns of the result."""
+        return self.weights[0].data.shape[0]
+
+    @property
+    def cuttable(self) -> bool:
+        """Whether some rows of the operands give some rows of the result."""
+        return self.extra is None
+
+    def __call__(self, operands: list[Operand], biases: Sequence[Tensor] = ()) -> Tensor:
+        """[M, features], the groups' rows under one another. biases: one for each group, or none at all."""
+        out = product(operands, self.weights, list(biases), self.dtype, self.split_accumulator, self.parts)
+        return out if self.extra is None else out + self.extra
 
 
 def _grouped_product(

@@ -24,13 +24,37 @@ import torch
 from torch import Tensor, nn
 
 from ottava.nn.operand import Operand
+from ottava.nn.options import NO_OVERLAP, OverlapOptions
+from ottava.nn.product import Product
 
 Operands = list[Operand]
 """One for each group of rows that has a weight of its own; a `Linear` has one."""
 Multiply = Callable[[Operands], Tensor]
 """Operands -> [M, ...], the groups' rows under one another. Parts of the operands' rows give parts of the result's."""
-MultiplyAdd = Callable[[Operands, list[Tensor]], Tensor]
-"""The same with a bias for each operand; an empty list: without."""
+
+
+class Later:
+    """Operands that are brought when somebody begins to, and are there when they are called for."""
+
+    def __init__(self, start: Callable[[], Callable[[], Operands]]) -> None:
+        self._start, self._arrive = start, None
+
+    _arrive: Callable[[], Operands] | None
+
+    def begin(self) -> None:
+        """They set out; once."""
+        if self._arrive is None:
+            self._arrive = self._start()
+
+    def __call__(self) -> Operands:
+        """They are there."""
+        self.begin()
+        assert self._arrive is not None
+        return self._arrive()
+
+
+def _nothing() -> None:
+    pass
 
 
 class Strategy:
@@ -69,7 +93,7 @@ class Strategy:
         """The stage's output from this rank's product. biases, rows: of each group; no biases if they are added already."""
         return out
 
-    def fprop(self, operands: Operands, multiply: MultiplyAdd, biases: list[Tensor]) -> Tensor:
+    def fprop(self, operands: Operands, multiply: Product, biases: list[Tensor]) -> Tensor:
         """The stage's output: `before_gemm`, the product, `after_gemm`; or all of it in another order."""
         return multiply(operands, biases)
 
@@ -77,13 +101,21 @@ class Strategy:
         """The gradient of all tokens, in one direction, from what this rank has of it."""
         return grad
 
-    def dgrad(self, grads: Operands, multiply: Multiply) -> tuple[Callable[[], Tensor], Operands]:
+    def dgrad(
+        self, grads: Operands, multiply: Product, under: Callable[[], None] = _nothing
+    ) -> tuple[Callable[[], Tensor], Operands]:
         """(what gives the gradient of the stage's input, the gradients of all tokens that were multiplied).
 
-        The input's gradient may travel until the function returned is called.
+        The input's gradient may travel until the function returned is called. under: begins what may travel under the product; called
+        when what the product itself needs is under way.
         """
+        under()
         out = multiply(grads)
         return lambda: out, grads
+
+    def begin_columns(self, grads: Operands) -> Callable[[], Operands]:
+        """What gives the columnwise copies of all tokens' gradients, where rowwise bytes cannot be transposed. They may travel."""
+        return lambda: grads
 
     def before_wgrad(self, operands: Operands) -> Callable[[], Operands]:
         """What gives the stage's input of all tokens; it may travel while something else is computed."""
@@ -158,8 +190,16 @@ class Backend(Protocol):
     strategies: dict[str, Callable[..., Strategy]]
     """By the name that a module's `modes` give a stage. Another kind of parallelism enters its class here."""
 
-    def strategy(self, mode: str, group: Any, sequence_parallel: bool, bulk: bool = False) -> Strategy:
-        """`ALONE` for a group of one rank. bulk: gathers and sums of backward travel under its products."""
+    def strategy(
+        self, mode: str, group: Any, sequence_parallel: bool, overlap: OverlapOptions = NO_OVERLAP, name: str = ""
+    ) -> Strategy:
+        """`ALONE` for a group of one rank. overlap: which collectives travel under products. name: of the stage ("qkv", "fc1")."""
+        ...
+
+    def warn_of_idle_overlap(
+        self, module: str, options: OverlapOptions, modes: Sequence[str | None], sequence_parallel: bool, size: int
+    ) -> None:
+        """Says once which of a module's overlap options cannot act, and why."""
         ...
 
     def distribute(self, module: nn.Module, name: str, layout: Layout, mesh: Any, already_cut: bool) -> None:

@@ -153,6 +153,15 @@ class TransformerLayer(torch.nn.Module):
                 "parallel_attention_mlp needs layer_type='encoder', and goes neither with output_layernorm nor with "
                 "apply_residual_connection_post_layernorm."
             )
+        # Such a layer adds nothing to a branch but the residual, and leaves that to the norm that comes next.
+        self._plain = not (
+            bias
+            or layer_type != "encoder"
+            or parallel_attention_mlp
+            or output_layernorm
+            or apply_residual_connection_post_layernorm
+            or drop_path_rate > 0.0
+        )
         self.drop_path = None
         if drop_path_rate > 0.0:
             if attn_input_format == "thd":
@@ -274,14 +283,24 @@ class TransformerLayer(torch.nn.Module):
         *,
         bottom_right_diagonal: bool | None = None,
         enc_dec_bottom_right_diagonal: bool | None = None,
-    ) -> Tensor:
+        residual: Tensor | None = None,
+        return_residual: bool = False,
+    ) -> Any:
         """hidden_states [s, b, hidden] (or [b, s, hidden], [t, hidden]) -> the same shape.
 
         attention_mask, self_attn_mask_type, window_size, cu_seqlens_q* and max_seqlen_q belong to self-attention; encoder_output,
         enc_dec_*, cu_seqlens_kv* and max_seqlen_kv to a decoder's cross-attention. See `DotProductAttention` for what they are.
+
+        residual: what is still to be added to hidden_states. return_residual: returns (output, residual), which are still to be added.
+        So the norm of the next layer adds, in one kernel; only where `adds_later()`.
         """
         if self.layer_type == "decoder" and encoder_output is None:
             raise ValueError("layer_type 'decoder' needs encoder_output, the output of the encoder.")
+        if (return_residual or residual is not None) and not self.adds_later():
+            raise ValueError(
+                "residual and return_residual are for a layer that adds nothing but the residual to its branches: no bias, no dropout, "
+                "an encoder's layer with the norms before attention and MLP. Call the layer without them."
+            )
         x = hidden_states
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -308,8 +327,13 @@ class TransformerLayer(torch.nn.Module):
             cu_seqlens_kv=cu_seqlens_q,
             cu_seqlens_kv_padded=cu_seqlens_q_padded,
             max_seqlen_kv=max_seqlen_q,
+            **({} if residual is None else {"residual": residual}),
             **common,
         )
+        if self.adds_later():
+            x = x if residual is None else attended[-1]
+            branch, _, x = self.layernorm_mlp(attended[0], is_first_microbatch=is_first_microbatch, residual=x)
+            return (branch, x) if return_residual else x + branch
         if self.parallel_attention_mlp:
             both = self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch)
             return self._bias_dropout_add(attended, both, x, self.drop_path)
@@ -330,6 +354,10 @@ class TransformerLayer(torch.nn.Module):
             x = self._add(crossed, x, None)
         x = self._add(self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch), x, self.drop_path)
         return self.layernorm(x) if self.output_layernorm else x
+
+    def adds_later(self) -> bool:
+        """Whether nothing but the residual is added to what attention and MLP give, so that the norm that comes next can do it."""
+        return self._plain and not (self.training and self.hidden_dropout > 0.0)
 
     def _add(self, branch: tuple[Tensor, ...], residual: Tensor, drop_path: DropPath | None) -> Tensor:
         """branch: (output, bias), and the norm's output, which is then the residual."""

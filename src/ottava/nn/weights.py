@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ottava import torch_private
+from ottava import exchange, torch_private
 from ottava.nn.draw import is_dtensor
 from ottava.nn.strategy import REPLICATED, Layout, like_dtensor
 from ottava.quant.scheme import Scheme, weight_scheme
@@ -518,9 +518,8 @@ def from_one_rank(parameter: Any, entries: dict[str, Tensor]) -> dict[str, Tenso
         group, size = mesh.get_group(dim), mesh.size(dim)
         if size == 1:
             continue
-        known: list[Any] = [None] * size
         kinds = {key: (tuple(t.shape), t.dtype) for key, t in entries.items() if not is_dtensor(t)}
-        torch.distributed.all_gather_object(known, (sorted(entries), kinds), group=group)
+        known = exchange.all_gather((sorted(entries), kinds), group, parameter.device)
         most = max(range(size), key=lambda rank: (len(known[rank][0]), -rank))
         if all(names == known[most][0] for names, _ in known):
             continue

@@ -109,6 +109,11 @@ class Scheme:
         return 32 if self.kind == "mx" else 16
 
     @property
+    def row_multiple(self) -> int:
+        """Rows of the rowwise copy that share a scale: it may be cut between multiples of them."""
+        return 1 if self.block is None else self.block[0]
+
+    @property
     def elements_per_byte(self) -> int:
         """Elements that one byte of data holds."""
         return 8 // self.element.bits

@@ -21,6 +21,7 @@ master's values lives in the `WeightMemory`, which all those objects share.
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -245,6 +246,15 @@ class Weight(QuantizedTensor):
         self.requantize_together_([self], [source])
         return self
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if self.master is None:
+            super().__setitem__(index, value)
+        torch.Tensor.__setitem__(self, index, value)
+
+    def tolist(self) -> Any:
+        """The values. (torch has none of a subclass, and a row of a weight with a master is one.)"""
+        return self.dequantize().tolist()
+
     def __getattr__(self, name: str) -> Any:
         memory = self.__dict__["_cell"].memory if "_cell" in self.__dict__ else None
         if memory is not None and name in _OF_MEMORY and self.master is None:
@@ -344,6 +354,8 @@ class Weight(QuantizedTensor):
                 return result
         if func._schema.is_mutable:
             return _write(func, args, kwargs)
+        if isinstance(args[0], cls) and args[0].master is not None and _makes_views(func):
+            return _master_views(func, args[0], args[1:], kwargs)
         args, kwargs = torch_private.map_instances(QuantizedTensor, lambda q: q._values(), (args, kwargs))
         return func(*args, **kwargs)
 
@@ -724,6 +736,21 @@ def _slice(
     if dim != 0 or start or step != 1 or weight.dim() != 2:
         return NotImplemented
     return weight._like((len(range(*slice(start, end).indices(weight.shape[0]))), weight.shape[1]))
+
+
+@functools.cache
+def _makes_views(func: Any) -> bool:
+    """Whether what the op returns is memory of what it is given."""
+    returned = [r.alias_info for r in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in returned)
+
+
+def _master_views(func: Any, weight: Weight, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Views of a master (a row, the transpose) know whose they are. Below autograd a view has a version of its own, so a write through
+    a plain one would leave bytes that nobody knows to be old."""
+    made = func(weight.master, *args, **kwargs)
+    seen = [weight._like(view.shape, view) for view in (made if isinstance(made, list | tuple) else [made])]
+    return seen if isinstance(made, list | tuple) else seen[0]
 
 
 def _split(func: Any, weight: Weight, size: int, dim: int = 0) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -88,11 +89,19 @@ def _tensor_amax(weights: Weights) -> Known:
         keys = [("tensor", id(memory.group)) for memory in parts.memories]
         different = list(dict.fromkeys(keys))
         if len(different) < len(keys):  # several parts of a matrix
-            index = torch.tensor([different.index(key) for key in keys]).to(amax.device)
+            places = {key: number for number, key in enumerate(different)}
+            make = _index.__wrapped__ if torch_private.is_fake(amax) else _index
+            index = make(tuple(places[key] for key in keys), amax.device)
             amax = amax.new_zeros(len(different)).scatter_reduce_(0, index, amax, "amax")
         for key, one in zip(different, amax.split(1), strict=True):
             known[key] = one if key not in known else torch.maximum(known[key], one)
     return known
+
+
+@functools.lru_cache(maxsize=32)
+def _index(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """int64, made once: a copy from memory that is not pinned waits for all that the GPU has to do."""
+    return torch.tensor(numbers).to(device)
 
 
 def _block_amax(weights: Weights) -> Iterator[tuple[Any, WeightMemory, Tensor]]:

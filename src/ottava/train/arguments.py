@@ -7,18 +7,19 @@ same parser (tyro, which takes types, choices and help from the dataclasses) and
 from __future__ import annotations
 
 import difflib
+import io
 import sys
-import tomllib
 from collections.abc import Iterable
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from ottava.train.config import Config
+from ottava.train.files import printable, read_toml
 from ottava.train.presets import presets
 
 DEFAULT_PRESET = "debug"
-MOST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,25 @@ def parse(arguments: list[str], prog: str = "ottava train") -> tuple[Config, boo
         raise SystemExit(_complain(prog, str(error))) from error
 
     known = {f.name: getattr(base, f.name) for f in fields(Config)}
-    found = tyro.cli(Command, default=Command(**known), args=[*from_file, *rest], prog=prog)
+    try:
+        found = tyro.cli(Command, default=Command(**known), args=[*from_file, *rest], prog=prog)
+    except SystemExit as stop:
+        if stop.code and from_file and _refused(known, from_file):
+            print(f"{prog}: this is in {source}.", file=sys.stderr)
+        raise
     return Config(**{name: getattr(found, name) for name in known}), found.dry_run
+
+
+def _refused(known: dict[str, Any], options: list[str]) -> bool:
+    """Whether these options are wrong by themselves. What is said about them has been said."""
+    import tyro
+
+    try:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            tyro.cli(Command, default=Command(**known), args=options)
+    except SystemExit as stop:
+        return bool(stop.code)
+    return False
 
 
 def _complain(prog: str, message: str) -> int:
@@ -70,23 +88,13 @@ def _read(source: str | None) -> tuple[Config, list[str]]:
     if not source.endswith(".toml"):
         return preset(source), []
     path = Path(source)
-    try:
-        if path.exists() and not path.is_file():  # opening a pipe would wait for ever
-            raise ValueError(f"{path} cannot be read: it is not a file.")
-        if path.is_file() and path.stat().st_size > MOST_BYTES:
-            raise ValueError(f"{path} has {path.stat().st_size} bytes; a configuration has at most {MOST_BYTES}.")
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
-    except RecursionError as error:
-        raise ValueError(f"{path} is not a configuration: it is nested too deep.") from error
-    except ValueError as error:
-        if str(path) in str(error):
-            raise
-        raise ValueError(f"{path} is not TOML: {error}.") from error
+    table = read_toml(path)
     base = Config()
     if "preset" in table:
-        base = preset(str(table.pop("preset")))
+        try:
+            base = preset(str(table.pop("preset")))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
     return base, list(_options(table, path))
 
 
@@ -107,13 +115,13 @@ def _options(table: dict[str, Any], path: Path) -> Iterable[str]:
     sections = {f.name: f.default_factory for f in fields(Config)}
     for section, keys in table.items():
         if section not in sections:
-            raise ValueError(f"{path}: there is no section [{section}].{_nearest(section, sections)}")
+            raise ValueError(f"{path}: there is no section [{printable(section, 80)}].{_nearest(section, sections)}")
         if not isinstance(keys, dict):
             raise ValueError(f"{path}: {section} is a section: write [{section}] and its keys below.")
         known = [f.name for f in fields(sections[section])]  # type: ignore[arg-type]
         for key, value in keys.items():
             if key not in known:
-                raise ValueError(f"{path}: section [{section}] has no key {key!r}.{_nearest(key, known)}")
+                raise ValueError(f"{path}: section [{section}] has no key {key[:80]!r}.{_nearest(key, known)}")
             yield from _option(f"{section}.{key}".replace("_", "-"), value, path)
 
 
@@ -128,12 +136,12 @@ def _option(name: str, value: Any, path: Path) -> list[str]:
         return [f"--{name}", *words]
     if isinstance(value, int | float | str):
         return [f"--{name}={value}"]  # with "=", a text may begin with "-"
-    raise ValueError(f"{path}: {name} is {value!r}, which no key takes.")
+    raise ValueError(f"{path}: {name} is {printable(repr(value), 80)}, which no key takes.")
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
     known = list(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    near = difflib.get_close_matches(name[:80], known, n=1, cutoff=0.4)
     return f" Did you mean {near[0]!r}?" if near else f" There are: {', '.join(known)}."
 
 

@@ -154,8 +154,12 @@ class ParallelSection:
     """Who shards weights and reduces gradients."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that are computed again in backward: none, norms and activation functions, or whole layers."""
-    overlap: Literal["none", "bulk", "ring", "pipeline"] = "none"
-    """How tensor-parallel communication hides under products."""
+    overlap: Literal["none", "bulk", "ring", "pipeline", "auto"] = "none"
+    """How tensor-parallel communication hides under products. Needs sequence_parallel."""
+    overlap_transport: Literal["auto", "point_to_point", "symmetric_memory"] = "auto"
+    """What carries it: the process group, symmetric memory (CUDA), or the best there is."""
+    overlap_minimum_tokens: int | None = None
+    """Tokens of all tp ranks below which no product is cut into chunks. None: an estimate decides; 0: all are."""
     reshard_after_forward: bool = True
     """Whether gathered weights are freed after forward: less memory, more communication."""
     prefetch: int = 1

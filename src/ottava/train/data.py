@@ -245,6 +245,7 @@ class Prefetch(Generic[T]):
         self._ready: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(maxsize=max(depth, 1))
         self._closed = threading.Event()
         self._failure: BaseException | None = None
+        self._taken: list[tuple[Any, BaseException | None]] = []
         self._thread = threading.Thread(target=self._run, args=(make, start), name="ottava data", daemon=True)
         self._thread.start()
 
@@ -271,10 +272,16 @@ class Prefetch(Generic[T]):
         if self._closed.is_set():
             raise StopIteration
         if self._failure is None:
-            value, self._failure = self._ready.get()
+            value, self._failure = self._taken.pop() if self._taken else self._ready.get()
             if self._failure is None:
                 return value
         raise self._failure
+
+    def take_early(self) -> None:
+        """Makes room for one more result if the next one is there. The thread, whose Python and the caller's take turns, then works
+        now, and not when `next` is called."""
+        if not self._taken and not self._ready.empty():
+            self._taken.append(self._ready.get())
 
     def close(self) -> None:
         """Stops the thread."""

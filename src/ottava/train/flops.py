@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ottava.exchange import travels
 from ottava.models import FlopsPerToken
 from ottava.quant.quantization import Quantization
 from ottava.recipe import Recipe
@@ -35,6 +36,7 @@ PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
 )
 
 
+@travels
 @dataclass(frozen=True)
 class Peak:
     """What a device can do, in TFLOP/s by precision ("bf16", "fp8", "fp4", "float32"), and where that is known from.

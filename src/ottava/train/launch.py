@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import sys
 import tempfile
 import threading
@@ -27,7 +26,6 @@ from ottava.train.signals import LauncherSignals, RankSignals, held_back, let_th
 if TYPE_CHECKING:
     from ottava.train.watchdog import FrozenRanks
 
-LOOPBACK = "127.0.0.1"
 GRACE_S = 15.0
 """Ranks get this long to end by themselves after one has failed: the others may wait for it in a collective."""
 STALLED_GRACE_S = 8.0
@@ -90,13 +88,10 @@ def _keep_traceback(config: Config, rank: int) -> None:
 
 
 def _start(config: Config, count: int) -> int:
-    import torch.distributed as dist
-
+    from ottava.train.listen import serve_store
     from ottava.train.watchdog import FrozenRanks
 
-    listener = socket.create_server((LOOPBACK, 0))  # by itself the store would listen on all interfaces
-    port = listener.getsockname()[1]
-    store = dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    store = serve_store()
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="ottava-") as folder:
         processes = [
@@ -122,6 +117,7 @@ def _start(config: Config, count: int) -> int:
 
 def _rank(config: Config, rank: int, count: int, port: int, folder: str) -> None:
     """The process of one rank."""
+    from ottava.train.listen import LOOPBACK
     from ottava.train.world import Place
 
     stop = RankSignals()

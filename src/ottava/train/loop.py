@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from ottava.distributed.waits import comm_wait_hook
 from ottava.guard.finding import Finding
 from ottava.optimizers import FusedAdam
 from ottava.train import exits, run_folder
-from ottava.train.clock import Clock
+from ottava.train.clock import Clock, Span
 from ottava.train.config import Config
 from ottava.train.console import say
 from ottava.train.data import IGNORED, Batch, Data, Prefetch
@@ -70,24 +70,45 @@ def train(config: Config, world: World, stop: RankSignals | None = None, watchdo
 
 @dataclass
 class Step:
-    """What came out of a step's backward pass, over all ranks."""
+    """A step that was launched. On a GPU it may still be under way; what is not known yet is waited for when it is asked."""
 
-    loss: float
-    grad_norm: float
-    stop: bool
+    number: int
+    """From 1."""
+    numbers: Numbers
+    """The sum of this rank's losses, the norm of the gradients, and `NumberGuard.reading`."""
+    known: tuple[float, float] | None = None
+    """(mean loss over all ranks, norm), where the ranks have agreed on them already."""
+    tokens: float = 1.0
+    """What the sum is divided by for the mean."""
+    clipped: dict[str, Any] | None = None
+    """What `optimizer.step` is told. None: the step was made, if loss and norm are finite and nothing is bad."""
+    stop: bool = False
     """Whether any rank was asked to stop."""
-    clipped: dict[str, Any] | None
-    """What `optimizer.step` is told of it. None: the step was made, if loss and norm are finite and nothing is bad."""
-    own_loss: float
-    """The summed loss of this rank's tokens."""
-    bad: float
-    """Numbers that are wrong though loss and norm may be finite: operands that are not finite, state that is not plausible."""
-    counts: list[float]
-    """Of this rank, by slot of the tally."""
-    again: Callable[[], Any]
-    """Forward and backward of the whole step once more, without a trace."""
-    wrong: list[Finding]
+    again: Callable[[], Any] = lambda: None
+    """Forward and backward of the whole step once more."""
+    wrong: list[Finding] = field(default_factory=list)
     """What a replay has found."""
+    all_bad: float | None = None
+    """`bad` over all ranks, where they have agreed on it already."""
+    event: str | None = None
+    lr: float = 0.0
+    span: Span | None = None
+    validation: float | None = None
+
+    @property
+    def loss(self) -> float:
+        """The mean over the tokens of the global batch."""
+        return self.known[0] if self.known else self.numbers.read()[0] / self.tokens
+
+    @property
+    def grad_norm(self) -> float:
+        """Over all ranks, before it was clipped."""
+        return self.known[1] if self.known else self.numbers.read()[1]
+
+    @property
+    def bad(self) -> float:
+        """Numbers that are wrong though loss and norm may be finite: operands that are not finite, state that is not plausible."""
+        return sum(self.numbers.read()[2:]) if self.all_bad is None else self.all_bad
 
 
 class Loop:
@@ -131,6 +152,7 @@ class Loop:
         resources.callback(self.recorder.close)
         self.saves = Saves(config.checkpoint, self.state, self.recorder)
         self._back_at: int | None = None  # the step that the run was last rolled back to
+        self._ahead: Step | None = None  # launched, and not judged yet: see `_steps_ahead`
         self.batches = self._prefetch()
         resources.callback(lambda: self.batches.close())
         self.sample: str | None = None
@@ -142,14 +164,13 @@ class Loop:
         config = self.config.train
         if self.world.sum([float(self.stop.requested)])[0]:
             return exits.STOPPED  # before the first step: there is nothing to save
-        while self.done < config.steps or not self._save(last=True):
+        while self.done < config.steps or not (self._settle() and self._save(last=True)):
             self.clock.restart()
-            if self.saves.due(self.done) and self.health.trusted and not self._save():
+            if self.saves.due(self.done) and (not self._settle() or (self.health.trusted and not self._save())):
                 continue  # rolled back
             found = self._step()
-            if found is None:
-                continue  # rolled back
-            if found.stop:
+            if found is not None and found.stop:
+                self._settle()
                 self._save_and_stop()
                 return exits.STOPPED
         return exits.DONE
@@ -161,65 +182,105 @@ class Loop:
         set_lr(self.optimizer, lr)
         with self.fp8.sample_operands(step), comm_wait_hook(lambda: self.clock("communication")):
             found = self._backward(step)
-        event = None
-        if found.wrong:
-            self._distrust(step + 1, found.wrong)
+        found.lr = lr
+        if found.clipped is None:  # the GPU goes on with this one while the host learns of the one before
+            fine = self._settle()
+            self._ahead = found if fine else None
+            fine = fine and (not found.wrong or self._settle())
+        else:
+            fine = self._judge(found)
+        if not fine:
             return None
-        verdict = self.health.judge(step + 1, found.loss, found.grad_norm, found.bad)
-        if verdict != "fine":
-            wrong = self.guard.investigate(step, found.own_loss, found.counts, found.again)
-            if any(finding.state for finding in wrong):
-                self._distrust(step + 1, wrong)
-                return None
-            event = self._tell_bad_step(step + 1, found, wrong)
-            self.model.forget_infinite_amax()
-        if verdict == "roll back":
-            self._roll_back(step + 1, f"not finite{_named(wrong)}")
-            return None
-        if verdict == "fine":
-            if found.clipped is not None:
-                with self.clock("optimizer"):
-                    self.watchdog.beat(step, "optimizer")
-                    self.optimizer.step(**found.clipped)
-            if self.health.spike(found.loss):
-                event = "loss spike"
         self.optimizer.zero_grad()
         self.done = step + 1
         self.guard.seal(self.done)
-        span = self.clock.stop()
-        validation = self._look_at_the_model()
-        self.recorder.keep(self.done, found.loss, found.grad_norm, lr, span, validation, event)
+        found.span = self.clock.stop()
+        found.validation = self._look_at_the_model()
+        if found.clipped is not None:
+            self._keep(found)
         return found
 
+    def _settle(self) -> bool:
+        """Judges the step that was launched and not waited for, if there is one. False: the run went back to a checkpoint."""
+        found, self._ahead = self._ahead, None
+        if found is None:
+            return True
+        fine = self._judge(found)
+        if fine:
+            self._keep(found)
+        return fine
+
+    def _judge(self, found: Step) -> bool:
+        """Updates the weights by a finite step, if that was not done on the device. False: the run went back to a checkpoint."""
+        if found.wrong:
+            self._distrust(found.number, found.wrong)
+            return False
+        verdict = self.health.judge(found.number, found.loss, found.grad_norm, found.bad)
+        if verdict != "fine" and not self._explain(found, verdict):
+            return False
+        if verdict == "fine" and found.clipped is not None:
+            with self.clock("optimizer"):
+                self.watchdog.beat(found.number - 1, "optimizer")
+                self.optimizer.step(**found.clipped)
+        return True
+
+    def _explain(self, found: Step, verdict: str) -> bool:
+        """Names what made a step bad. False: the run went back to a checkpoint."""
+        own_loss, _, _, *counts = found.numbers.read()
+        wrong = self.guard.investigate(found.number - 1, own_loss, counts, found.again)
+        if any(finding.state for finding in wrong):
+            self._distrust(found.number, wrong)
+            return False
+        found.event = self._tell_bad_step(found, wrong)
+        self.model.forget_infinite_amax()
+        if verdict == "roll back":
+            self._roll_back(found.number, f"not finite{_named(wrong)}")
+        return verdict != "roll back"
+
+    def _keep(self, found: Step) -> None:
+        """For its line of metrics."""
+        loss, grad_norm, event = found.loss, found.grad_norm, found.event
+        if event is None and self.health.spike(loss):
+            event = "loss spike"
+        assert found.span is not None
+        self.recorder.keep(found.number, loss, grad_norm, found.lr, found.span, found.validation, event)
+
     def _backward(self, step: int) -> Step:
-        """Gradients of the global batch of `step`, clipped, or to be clipped by the optimizer."""
+        """Gradients of the global batch of `step`, clipped, or to be clipped by the optimizer; or the whole step: `_steps_ahead`."""
         config, model = self.config.train, self.model
         self.watchdog.beat(step, "data")
         with self.clock("data"):
-            batch = next(self.batches).to(self.world.device)
+            batch = next(self.batches)
+            # Data-parallel ranks average gradients; the mean wanted is that over the tokens of the global batch.
+            tokens = self._count(batch)
+            batch = batch.to(self.world.device)
         model.seed_step(step)
         parts = batch.split(config.micro_batch)
-        # Data-parallel ranks average gradients; the mean wanted is that over the tokens of the global batch.
-        tokens = self._count(batch)
         weight = model.meshes.dp_size / tokens
         self.guard.begin()
         total = self._accumulate(step, parts, weight)
-        self.recorder.write()  # the step before; a GPU has its hands full now
+        self.recorder.write()  # a step before; a GPU has its hands full now
         wrong = self.guard.replay(step, lambda: self._accumulate(step, parts, weight, again=1))
         with self.clock("optimizer"):
             norm, clipped = clip_gradients(model.module, self.optimizer, self.config.optimizer.clip)
             reading = self.guard.reading()
-            numbers, options = Numbers(total, norm, reading), None if self._steps_ahead else clipped
-            if options is None:
+            found = Step(step + 1, Numbers(total, norm, reading), tokens=tokens, wrong=wrong)
+            found.again = partial(self._accumulate, step, parts, weight, again=len(parts))
+            if self._steps_ahead:
                 make_step: Any = self.optimizer.step
                 finite = torch.isfinite(norm) & torch.isfinite(total) & (reading.sum() == 0) & (not wrong)
                 make_step(grad_scale=torch.where(finite, clipped["grad_scale"], math.nan))
         self.watchdog.beat(step, "agreement")
-        loss, grad_norm, *counts = numbers.read()
-        loss_sum, stops, bad = self.world.sum([loss, float(self.stop.requested), sum(counts)])
+        self.batches.take_early()  # the thread that makes batches works while this one waits
+        if self._steps_ahead:
+            found.stop = self.stop.requested
+            return found
+        loss, grad_norm, *counts = found.numbers.read()
+        loss_sum, stops, found.all_bad = self.world.sum([loss, float(self.stop.requested), sum(counts)])
         replicas = self.world.size / model.meshes.dp_size  # tp ranks have the same tokens, each a loss of them
-        again = partial(self._accumulate, step, parts, weight, again=len(parts))
-        return Step(loss_sum / replicas / tokens, grad_norm, stops > 0, options, loss, bad, counts[1:], again, wrong)
+        found.known = loss_sum / replicas / tokens, grad_norm
+        found.clipped, found.stop = clipped, stops > 0
+        return found
 
     def _accumulate(self, step: int, parts: list[Batch], weight: float, again: int = 0) -> torch.Tensor:
         """Gradients of all microbatches; returns the summed loss. again: of the first ones, as they were computed before."""
@@ -241,7 +302,8 @@ class Loop:
 
     @property
     def _steps_ahead(self) -> bool:
-        """Whether the optimizer steps before the host knows that it may: the device knows. Ranks would have to agree first."""
+        """Whether the optimizer steps before the host knows that it may: the device knows. The host then looks at a step when the next
+        one is launched, so that a GPU never waits for it; ranks would have to agree first."""
         return self.world.size == 1 and isinstance(self.optimizer, FusedAdam)
 
     def _microbatch(self, step: int, part: Batch, weight: float, first: bool | None) -> torch.Tensor:
@@ -361,8 +423,9 @@ class Loop:
         self.guard.events.tell(step, what, text, wrong)
         self.say(f"ottava train: {text}")
 
-    def _tell_bad_step(self, step: int, found: Step, wrong: list[Finding]) -> str:
+    def _tell_bad_step(self, found: Step, wrong: list[Finding]) -> str:
         """Names what made it bad; returns what the line of metrics says of it."""
+        step = found.number
         if not math.isfinite(found.loss):
             what = "non-finite loss"
         elif not math.isfinite(found.grad_norm):
@@ -382,7 +445,7 @@ class Loop:
         intact: the state is good as it is, if there is no checkpoint.
         """
         self.batches.close()
-        loaded = None
+        self._ahead, loaded = None, None
         if (
             self.health.rollbacks and self._back_at is not None
         ):  # twice from the same place: what lies there is not good

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ottava
 from ottava.distributed import attach, meshes_of, parallelize, tracker_of
+from ottava.distributed.fsdp import keeps_copies
 from ottava.models import GPT, CausalLM, Llama, LlamaConfig
 from ottava.nn.random_streams import seed_default, seed_tracker
 from ottava.notices import warn_once
@@ -137,8 +138,9 @@ class DistributedModel:
         seed_tracker(tracker_of(self.module), seed, self.meshes.tp.get_local_rank(), self.meshes.dp_rank)
 
     def renew_copies_after(self, optimizer: torch.optim.Optimizer) -> None:
-        """FSDP2 gathers FP8 copies of the weights: every step of the optimizer renews them."""
-        if isinstance(self.module, FSDPModule) and self.recipe is not None:
+        """Every step of the optimizer renews the FP8 copies of the weights: while a GPU is still busy with that step, and not when
+        the next one has to begin."""
+        if self.recipe is not None and keeps_copies(self.module):
             attach(optimizer, self.module)
 
     def _keep_gradients_in(self, dtype: torch.dtype) -> None:

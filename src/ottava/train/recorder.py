@@ -66,7 +66,8 @@ class Recorder:
         validation: float | None,
         event: str | None,
     ) -> None:
-        """One step, to be written by the next `write`: when the device has done it, and is busy with the next."""
+        """One step, to be written by the next `write`: when the device has done it, and is busy with the next. Every rank calls it."""
+        self.write()  # two at once, where the host has caught up with the device
         self._kept = _Step(step, loss, grad_norm, lr, span, validation, event)
 
     def write(self) -> None:

@@ -7,10 +7,8 @@ for each look at FP8 health: {"step": 50, "tensors": {"layers.0.proj.input": {"a
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -20,6 +18,7 @@ from typing import Any
 from ottava.train import charts
 from ottava.train.charts import AREA_COLOURS, COLOURS, Mark, Series
 from ottava.train.clock import PARTS
+from ottava.train.files import read_json, read_toml
 from ottava.train.metrics import FILE, read_metrics
 
 HEALTH_FILE = "fp8.jsonl"
@@ -110,8 +109,8 @@ def load_run(folder: Path, colour: str = COLOURS[0], name: str = "") -> Run:
     return Run(
         name=name or folder.absolute().name,
         steps=steps,
-        config=tomllib.loads(config.read_text(encoding="utf-8")) if config.is_file() else {},
-        summary=json.loads(summary.read_text(encoding="utf-8")) if summary.is_file() else {},
+        config=read_toml(config) if config.is_file() else {},
+        summary=read_json(summary) if summary.is_file() else {},
         health=[looks[step] for step in sorted(looks)],
         colour=colour,
     )

@@ -16,12 +16,13 @@ from typing import Any
 import tomli_w
 
 from ottava.checkpoint import CheckpointError
-from ottava.checkpoint.manifest import check_digest, read_json, read_manifest
-from ottava.checkpoint.names import STATE
+from ottava.checkpoint.manifest import json_object, read_manifest, read_verified
+from ottava.checkpoint.names import MAX_JSON_BYTES, STATE
 from ottava.checkpoint.storage import storage_at
 from ottava.notices import warn_once
 from ottava.train.arguments import to_toml
 from ottava.train.config import Config
+from ottava.train.files import read_json, read_toml
 from ottava.train.metrics import FILE, finite, read_metrics, write_whole
 
 CONFIG_FILE = "config.toml"
@@ -74,12 +75,12 @@ def check_same(config: Config, folder: Path) -> None:
 def check_data(folder: Path, data: Sequence[Mapping[str, Any]]) -> None:
     """Raises ValueError with the file if a run in `folder` was trained on other tokens under the same name."""
     path = folder / DATA_FILE
-    try:
-        then = json.loads(path.read_text(encoding="utf-8"))["files"]
-        known = {file["path"]: file for file in then}
-    except FileNotFoundError:
+    if not path.exists():
         return  # a run from before there was one
-    except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:
+    try:
+        then = read_json(path)["files"]
+        known = {file["path"]: file for file in then}
+    except (ValueError, KeyError, TypeError, OSError) as error:
         warn_once(
             f"{path} is damaged ({error}): that the data are the same cannot be checked, and they are taken as they are."
         )
@@ -97,18 +98,16 @@ def _configuration(folder: Path) -> dict[str, Any]:
     """That of the run in `folder`: of config.toml, or, where that is lost or damaged, of its newest checkpoint that can be read."""
     path = folder / CONFIG_FILE
     try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
-        reason = "" if "model" in found else "empty"
-    except FileNotFoundError:
-        reason = "missing"
-    except (ValueError, RecursionError, OSError) as error:
+        found = read_toml(path) if path.exists() else {}
+        reason = "" if "model" in found else "empty" if path.exists() else "missing"
+    except (ValueError, OSError) as error:
         reason = f"damaged ({error})"
     if not reason:
         return found
     for _, checkpoint in storage_at(folder / "checkpoints").candidates():
         with suppress(CheckpointError, OSError, KeyError, TypeError, AttributeError):
-            check_digest(checkpoint, read_manifest(checkpoint), STATE)
-            kept = read_json(checkpoint, STATE)["config"]
+            content = read_verified(checkpoint, read_manifest(checkpoint), STATE, MAX_JSON_BYTES)
+            kept = json_object(content, STATE)["config"]
             found = tomllib.loads(tomli_w.dumps(_told({section: kept[section] for section in SAME})))
             warn_once(f"{path} is {reason}: the configuration that {checkpoint.name} was saved with is taken for it.")
             return found

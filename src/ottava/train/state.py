@@ -71,6 +71,8 @@ class RunState:
         if chosen == "none":
             return None
         loaded = self.load()
+        if loaded is not None:  # it may have been imported into the run's own folder
+            self._check_shape(str(loaded.path), loaded.config)
         if loaded is not None or chosen == "exact":
             return loaded
         try:

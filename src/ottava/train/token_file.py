@@ -16,20 +16,26 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import stat
 import struct
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ottava.train.files import open_regular
 
 MAGIC = b"OTTAVATK"
 VERSION = 1
 HEADER = 4096
 SAMPLED_BLOCKS = 64
+ENDS_BLOCK = 1 << 20
+"""Documents whose ends are looked at at once."""
+ENDS_READ = 512
+"""Ends in a page: fewer are not worth another read."""
+CRC_BLOCK = 1 << 24
 _PREFIX = struct.Struct("<8sII")
 _KEYS = {
     "dtype": str,
@@ -55,32 +61,61 @@ class TokenFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        header = _read_header(self.path)
+        self._file = open_regular(
+            self.path, TokenFileError
+        )  # kept: all that is read is of this file, whatever gets its name
+        header = _read_header(self.path, self._file)
         self.count: int = header["count"]
         self.documents: int = header["documents"]
         self.vocab_size: int = header["vocab_size"]
         self.tokenizer: str = header["tokenizer"]
         self.end_token: int = header["end_token"]
         self._crc32: int = header["crc32"]
-        self._dtype = dtype = np.dtype(header["dtype"])
-        after = HEADER + self.count * dtype.itemsize
-        self._file = self.path.open("rb")  # kept: what is read later is of this file, whatever gets its name
-        expected, found = after + 8 * self.documents, os.fstat(self._file.fileno()).st_size
+        self._dtype = np.dtype(header["dtype"])
+        self._ends_at = HEADER + self.count * self._dtype.itemsize
+        expected, found = self._ends_at + 8 * self.documents, os.fstat(self._file.fileno()).st_size
         if found != expected:
             raise TokenFileError(
                 f"{self.path} has {found} bytes, but {self.count} tokens and {self.documents} documents need {expected}: "
                 "it was cut short or overwritten. Tokenize it again."
             )
         self.bytes = expected
-        self.tokens: NDArray[Any] = np.memmap(self._file, dtype, "r", HEADER, (self.count,))
-        self.ends: NDArray[Any] = np.memmap(self._file, "<u8", "r", after, (self.documents,))
-        steps = np.diff(self.ends.astype(np.int64), prepend=0)
-        if steps.min() <= 0 or int(self.ends[-1]) != self.count:
+        self._check_ends()
+        self._stamp = self._written()
+        self.identity: dict[str, Any] = self._identify()
+        """Path, size, and digests of the header (which has the checksum of all tokens) and of blocks all over the file."""
+
+    @property
+    def tokens(self) -> NDArray[Any]:
+        """All of them, mapped. A process that touches a map of a file that was cut ends with SIGBUS: `read` does not."""
+        return np.memmap(self._file, self._dtype, "r", HEADER, (self.count,))
+
+    @property
+    def ends(self) -> NDArray[Any]:
+        """Where each document ends, in tokens; mapped as `tokens` is."""
+        return np.memmap(self._file, "<u8", "r", self._ends_at, (self.documents,))
+
+    def _check_ends(self) -> None:
+        """Documents have to end one after the other, the last with the tokens. Looked at in blocks: a file may say that it has billions."""
+        before = 0
+        for first in range(0, self.documents, ENDS_BLOCK):
+            ends = self._ends(first, min(first + ENDS_BLOCK, self.documents))
+            if int(ends[-1]) > self.count or (np.diff(ends.astype(np.int64), prepend=before) <= 0).any():
+                break
+            before = int(ends[-1])
+        if before != self.count:
             raise TokenFileError(
                 f"{self.path} has documents whose ends are not in order: it is damaged. Tokenize it again."
             )
-        self.identity: dict[str, Any] = self._identify()
-        """Path, size, and digests of the header (which has the checksum of all tokens) and of blocks all over the file."""
+
+    def _ends(self, first: int, stop: int) -> NDArray[np.uint64]:
+        """Where documents `first` to `stop` end, in tokens."""
+        return np.frombuffer(self._pread(8 * (stop - first), self._ends_at + 8 * first), "<u8")
+
+    def _written(self) -> tuple[int, int]:
+        """Differs once somebody has written to the file."""
+        found = os.fstat(self._file.fileno())
+        return found.st_size, found.st_mtime_ns
 
     def _identify(self) -> dict[str, Any]:
         header = hashlib.blake2b(self._pread(HEADER, 0), digest_size=16)
@@ -95,11 +130,18 @@ class TokenFile:
         }
 
     def check_unchanged(self) -> None:
-        """TokenFileError if the file was cut or overwritten since it was opened. Looks at samples of it."""
+        """TokenFileError if the file was cut or overwritten since it was opened.
+
+        Samples of it are compared; and all of it is read, once, if its time of change says that somebody has written to it.
+        """
+        stamp = self._written()
         if self._identify() != self.identity:
             raise TokenFileError(
                 f"{self.path} was overwritten while it is read: what the run has seen is not what is there."
             )
+        if stamp != self._stamp:
+            self.verify()
+            self._stamp = stamp
 
     def _pread(self, count: int, offset: int) -> bytes:
         """Bytes of the file. A map would end the process by SIGBUS where a file was cut."""
@@ -136,14 +178,25 @@ class TokenFile:
 
     def document_of(self, start: int, stop: int) -> NDArray[np.int64]:
         """The number of each token's document, counted from the one that token `start` is in."""
-        if os.fstat(self._file.fileno()).st_size != self.bytes:
-            raise self._cut()
-        number = np.searchsorted(self.ends, np.arange(start, stop, dtype=np.uint64), side="right")
+        first = self._document(start)
+        last = min(first + stop - start, self.documents)  # a document has a token at least
+        ends = self._ends(first, last)
+        number = np.searchsorted(ends, np.arange(start, stop, dtype=np.uint64), side="right")
         return (number - number[0]).astype(np.int64)
+
+    def _document(self, token: int) -> int:
+        """Which document a token is in. By halves, a few bytes at a time."""
+        low, high = 0, self.documents
+        while high - low > ENDS_READ:
+            middle = (low + high) // 2
+            low, high = (low, middle + 1) if int(self._ends(middle, middle + 1)[0]) > token else (middle + 1, high)
+        return low + int(np.searchsorted(self._ends(low, high), np.uint64(token), side="right"))
 
     def verify(self) -> None:
         """Reads all of it and compares its checksum."""
-        total = _crc32(self.path)
+        total = 0
+        for start in range(HEADER, self.bytes, CRC_BLOCK):
+            total = zlib.crc32(self._pread(min(CRC_BLOCK, self.bytes - start), start), total)
         if total != self._crc32:
             raise TokenFileError(
                 f"{self.path} has the checksum {total:08x}, its header says {self._crc32:08x}: it is damaged. Tokenize it again."
@@ -217,14 +270,8 @@ def _packed(header: dict[str, Any], path: Path) -> bytes:
     return (_PREFIX.pack(MAGIC, VERSION, len(text)) + text).ljust(HEADER, b"\0")
 
 
-def _read_header(path: Path) -> dict[str, Any]:
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for ever
-            raise TokenFileError(f"{path} is not a file: make one with `ottava data tokenize`.")
-        with path.open("rb") as file:
-            raw = file.read(HEADER)
-    except OSError as error:
-        raise TokenFileError(f"{path} cannot be read: {error.strerror}.") from error
+def _read_header(path: Path, file: BinaryIO) -> dict[str, Any]:
+    raw = os.pread(file.fileno(), HEADER, 0)
     if len(raw) < HEADER or not raw.startswith(MAGIC):
         raise TokenFileError(f"{path} is not a token file: make one with `ottava data tokenize`.")
     _, version, length = _PREFIX.unpack_from(raw)
@@ -235,16 +282,16 @@ def _read_header(path: Path) -> dict[str, Any]:
         wrong = [key for key, kind in _KEYS.items() if type(header[key]) is not kind]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise TokenFileError(f"{path} has a damaged header: tokenize it again.") from error
-    sizes_fit = not wrong and header["count"] > 0 and 0 < header["documents"] <= header["count"]
-    if not sizes_fit or header["dtype"] not in ("<u2", "<u4"):
+    if wrong or not _makes_sense(header):
         raise TokenFileError(f"{path} has a damaged header: tokenize it again.")
     return header
 
 
-def _crc32(path: Path) -> int:
-    crc = 0
-    with path.open("rb") as file:
-        file.seek(HEADER)
-        while block := file.read(2**24):
-            crc = zlib.crc32(block, crc)
-    return crc
+def _makes_sense(header: dict[str, Any]) -> bool:
+    """Whether the numbers of a header can be true together."""
+    return (
+        header["dtype"] in ("<u2", "<u4")
+        and 0 < header["documents"] <= header["count"] < 1 << 48
+        and 0 <= header["end_token"] < header["vocab_size"] <= 1 << 32
+        and header["tokenizer"].isprintable()  # it is shown on consoles
+    )

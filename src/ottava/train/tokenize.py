@@ -11,7 +11,9 @@ import json
 import os
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,10 +21,15 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ottava.train.files import printable, read_regular
 from ottava.train.token_file import TokenFile, TokenFileError, write_token_file
 
 END_TOKENS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|im_end|>")
 """What tokenizers call the end of a document, in the order they are looked for."""
+MOST_TOKENIZER_BYTES = 64 << 20
+MOST_TOKENS = 1 << 24
+MOST_GROWTH = 1e6
+"""Of a text by all rules of a tokenizer together. Those in use replace a space by three bytes, or an apostrophe by a word."""
 BATCH = 512  # documents that are handed to a tokenizer at a time; it uses all cores for them
 
 
@@ -77,22 +84,24 @@ class JsonTokenizer:
         except ImportError as error:
             raise ValueError("A tokenizer.json needs the package `tokenizers`: pip install 'ottava[train]'.") from error
         path = Path(path)
-        if not path.is_file():
+        if not path.exists():
             raise ValueError(f"There is no tokenizer at {path}: give 'byte', or the path of a tokenizer.json.")
-        try:
-            self._backend = Backend.from_file(str(path))
-        except BaseException as error:  # the backend raises plain Exception; a panic of its is not even that
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-                raise
-            raise ValueError(f"{path} is not a tokenizer.json: {error}") from error
-        self._backend.no_truncation()
-        self._backend.no_padding()
-        self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=True)
-        highest = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        content = read_regular(path, MOST_TOKENIZER_BYTES, "a tokenizer.json")
+        with _panics_are_errors(f"{path} is not a tokenizer.json"):
+            self._backend = Backend.from_str(content.decode())
+            if self._backend.normalizer is not None:
+                check_growth(self._backend.normalizer.__getstate__())
+            self._backend.no_truncation()
+            self._backend.no_padding()
+            self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=True)
+            highest = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
         self.vocab_size = max(self.vocab_size, highest + 1)  # numbers may have gaps
+        if self.vocab_size > MOST_TOKENS:
+            raise ValueError(f"{path} has a token {highest}: a vocabulary has at most {MOST_TOKENS}.")
         self.end_token: int = self._find_end(path, end_token)
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-        self.name = f"{path.parent.name}/{path.name}@{digest}".lstrip("/")
+        digest = hashlib.sha256(content).hexdigest()[:12]
+        name = f"{path.parent.name}/{path.name}@{digest}".lstrip("/")
+        self.name = printable(name)
 
     def _find_end(self, path: Path, given: str | None) -> int:
         for text in (given,) if given is not None else END_TOKENS:
@@ -104,11 +113,58 @@ class JsonTokenizer:
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Tokens of each text, without special tokens."""
-        return [e.ids for e in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+        with _panics_are_errors(f"the tokenizer {self.name} fails"):
+            return [e.ids for e in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, tokens: list[int]) -> str:
         """Text of tokens."""
         return self._backend.decode(tokens)
+
+
+@contextmanager
+def _panics_are_errors(what: str) -> Iterator[None]:
+    """The backend raises plain Exception; a panic of its is not even that. Both as a ValueError that begins with `what`.
+
+    What it writes to the console on the way (a stack of its functions) is kept back, and dropped with the error that tells the same.
+    """
+    sys.stderr.flush()
+    console = os.dup(2)
+    with tempfile.TemporaryFile() as kept:
+        os.dup2(kept.fileno(), 2)
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            kept.truncate(0)
+            raise ValueError(f"{what}: {printable(str(error))}") from error
+        finally:
+            os.dup2(console, 2)
+            os.close(console)
+            kept.seek(0)
+            while block := kept.read(1 << 16):
+                os.write(2, block)
+
+
+def check_growth(rules: bytes) -> None:
+    """ValueError for rules that replace texts by longer ones, one after the other, until a word fills the memory.
+
+    rules: the `normalizer` of a tokenizer.json.
+    """
+    growth = 1.0
+
+    def visit(found: dict[str, Any]) -> dict[str, Any]:
+        nonlocal growth
+        content, pattern = found.get("content"), found.get("pattern")
+        if isinstance(content, str) and isinstance(pattern, dict):
+            # A regular expression of any length may find a single character, and an empty text is everywhere.
+            growth *= max(1.0, len(content) / max(len(str(pattern.get("String", ""))), 0.5))
+        growth *= max(1, len(str(found.get("prepend", ""))))
+        return found
+
+    json.loads(rules, object_hook=visit)
+    if growth > MOST_GROWTH:
+        raise ValueError(f"its rules make a text {growth:.1g} times as long; at most {MOST_GROWTH:.0g} times is taken.")
 
 
 def load_tokenizer(name: str, end_token: str | None = None) -> Tokenizer:

@@ -15,6 +15,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ottava import exchange
+from ottava.train.listen import LOOPBACK, serve_store, stay_on_this_machine
+
 LEAST_TIMEOUT_S = 60.0
 T = TypeVar("T")
 
@@ -34,6 +37,11 @@ class Place:
     host: str | None = None
     """Of the store that the launcher serves. None: where torchrun's variables say."""
     port: int | None = None
+
+    @property
+    def local(self) -> bool:
+        """Whether all ranks run on this machine."""
+        return self.size == self.local_size
 
     @classmethod
     def from_torchrun(cls, variables: Mapping[str, str] = os.environ) -> Place | None:
@@ -60,6 +68,8 @@ class World:
         self.rank, self.size = place.rank, place.size
         self.device = _device(place)
         options: dict[str, Any] = {"timeout": timedelta(seconds=max(timeout, LEAST_TIMEOUT_S))}
+        if place.local:
+            stay_on_this_machine()
         store = _store(place)
         if store is not None:
             options |= {"store": store, "rank": place.rank, "world_size": place.size}
@@ -88,9 +98,7 @@ class World:
 
     def share(self, value: Any) -> Any:
         """What the leading rank has."""
-        box = [value]
-        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-        return box[0]
+        return exchange.broadcast(value)  # on the CPU, so over gloo
 
     def gather(self, value: Any) -> list[Any]:
         """What every rank has, in order of rank, in every rank: values that JSON can hold.
@@ -160,11 +168,13 @@ def _store(place: Place, variables: Mapping[str, str] = os.environ) -> dist.Stor
     if variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     address, port = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
-    return rendezvous(dist.TCPStore(address, port, is_master=False, wait_for_workers=False), address, place.rank)
+    known = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
+    return rendezvous(known, LOOPBACK if place.local else address, place.rank, local=place.local)
 
 
-def rendezvous(known: dist.Store, host: str, rank: int, seconds: float = 300.0) -> dist.Store:
-    """A new store that rank 0 serves, for this start of the ranks alone. `known`: one that all ranks see; host: where rank 0 runs.
+def rendezvous(known: dist.Store, host: str, rank: int, seconds: float = 300.0, local: bool = True) -> dist.Store:
+    """A new store that rank 0 serves, for this start of the ranks alone. `known`: one that all ranks see; host: where rank 0 runs;
+    local: whether all ranks run there.
 
     torchrun's own store lives as long as torchrun does. After a restart it still has the addresses of ranks that are dead, and ranks
     that read those wait for ever. Here an old address leads to a server that is gone, or has another secret: then rank 0 has not told
@@ -174,7 +184,7 @@ def rendezvous(known: dist.Store, host: str, rank: int, seconds: float = 300.0) 
     """
     key = "ottava/meeting"
     if rank == 0:
-        served = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        served = serve_store(host, local=local)
         secret = secrets.token_hex(16)
         served.set("secret", secret)
         known.set(key, f"{served.port} {secret}")

@@ -1,0 +1,167 @@
+"""What a schedule would take, so that the engine can leave out one that loses.
+
+    sequential   t(C) + p(M)                                    a collective, then a product of M tokens
+    ring         p(m) + (size - 1) * max(t(c), p(m))            m, c: one rank's tokens and bytes
+    pipeline     own tokens hide pieces, and pieces one another
+    p(m) = start + m * operations / rate,  t(c) = latency + c / bandwidth
+
+`start` is what every product costs whatever its size: its launch, and on a CPU that emulates FP8 the unpacking of the weight. It is why
+few tokens lose: a chunk saves at most the time of one message. The choice follows from sizes alone, never from a clock of one rank, so
+that all ranks make the same one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from ottava.overlap.pipeline import pieces_of
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates of a device and its links, per rank."""
+
+    operations_per_second: float
+    """Of a large unquantized product."""
+    quantized_per_second: float
+    bytes_per_second: float
+    """Of a link, one way."""
+    latency_s: float
+    """Of one message."""
+    start_s: float
+    """Of one product."""
+    unpack_s: float = 0.0
+    """Of one byte of a quantized weight, where products are emulated: again for every product."""
+
+
+# A CPU core: float32 products by halves, FP8 by emulation, gloo between processes of one machine. Measured on two cores of an EPYC
+# (Zen 4): 45 GFLOP/s, 1.1 GB/s, 0.12 ms a message; 1.6 ns to unpack and scale a byte.
+CPU = Machine(45e9, 45e9, 1.1e9, 1.2e-4, 1.0e-4, 1.6e-9)
+# An H200 on NVLink: rates that large products reach, 400 GB/s each way of the 450 that there are.
+HOPPER = Machine(6.5e14, 1.1e15, 4e11, 8e-6, 6e-6)
+
+
+def machine_of(device_type: str) -> Machine:
+    """The rates that the engine reckons with."""
+    return HOPPER if device_type == "cuda" else CPU
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product and the collective beside it: y[tokens, features] of a contraction; bytes of all tokens that travel."""
+
+    tokens: int
+    """Of all ranks."""
+    contraction: int
+    features: int
+    bytes: int
+    """Of all ranks' tokens: a rank sends (size - 1) / size of them."""
+    quantized: bool
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the engine does with one collective."""
+
+    method: str
+    sequential_s: float
+    overlapped_s: float
+    why: str
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether anything is hidden."""
+        return self.method != "none"
+
+
+def product_s(machine: Machine, product: Product, tokens: float) -> float:
+    """Seconds of a product of `tokens` of its tokens."""
+    rate = machine.quantized_per_second if product.quantized else machine.operations_per_second
+    weight = product.contraction * product.features * (machine.unpack_s if product.quantized else 0.0)
+    return machine.start_s + weight + 2.0 * tokens * product.contraction * product.features / rate
+
+
+def message_s(machine: Machine, count: float) -> float:
+    """Seconds of one message of `count` bytes."""
+    return machine.latency_s + count / machine.bytes_per_second
+
+
+def collective_s(machine: Machine, product: Product, size: int) -> float:
+    """Seconds of the collective by itself."""
+    return message_s(machine, product.bytes * (size - 1) / size)
+
+
+def sequential_s(machine: Machine, product: Product, size: int) -> float:
+    """Seconds of the collective and the product, one after the other."""
+    return collective_s(machine, product, size) + product_s(machine, product, product.tokens)
+
+
+def overlapped_s(machine: Machine, product: Product, size: int, collective: str, method: str, splits: int) -> float:
+    """Seconds of both by `method`. collective: "gather" (before the product) or "scatter" (after it)."""
+    own = product_s(machine, product, product.tokens / size)
+    part = product.bytes / size
+    if method == "ring":
+        return own + (size - 1) * max(message_s(machine, part), own)
+    pieces = (size - 1) * pieces_of(splits, size)
+    piece = product_s(machine, product, product.tokens * (size - 1) / size / pieces)
+    message = message_s(machine, product.bytes * (size - 1) / size / pieces)
+    clock, link = (own, 0.0) if collective == "gather" else (0.0, 0.0)
+    for _ in range(pieces):
+        if collective == "gather":
+            link += message
+            clock = max(clock, link) + piece
+        else:
+            clock += piece
+            link = max(clock, link) + message
+    return clock if collective == "gather" else max(clock + own, link)
+
+
+@lru_cache(maxsize=4096)
+def choose(
+    collective: str,
+    method: str,
+    product: Product,
+    size: int,
+    machine: Machine,
+    splits: int = 4,
+    minimum_tokens: int | None = None,
+) -> Choice:
+    """The method for one collective of a product: `method`, the best ("auto"), or "none" where chunks would lose.
+
+    minimum_tokens: of all ranks, where somebody has said from how many on to cut; the estimate is not asked then.
+
+    >>> few = Product(tokens=512, contraction=4096, features=4096, bytes=512 * 4096, quantized=True)
+    >>> choose("gather", "ring", few, 8, machine_of("cuda")).method
+    'none'
+    """
+    known = ("ring", "pipeline") if collective == "gather" else ("pipeline",)
+    sequential = sequential_s(machine, product, size)
+    asked = known if method == "auto" else (method,)
+    times = {name: overlapped_s(machine, product, size, collective, name, splits) for name in asked if name in known}
+    if not times:
+        return Choice("none", sequential, sequential, "nothing was asked for")
+    best = min(times, key=lambda name: times[name])
+    if minimum_tokens is not None:
+        if product.tokens >= minimum_tokens:
+            return Choice(best, sequential, times[best], f"{product.tokens} tokens are at least {minimum_tokens}")
+        return Choice("none", sequential, times[best], f"{product.tokens} tokens are fewer than {minimum_tokens}")
+    if times[best] < sequential:
+        return Choice(best, sequential, times[best], "the estimate is shorter")
+    why = (
+        f"{product.tokens} tokens in chunks would take {times[best] * 1e3:.3g} ms instead of {sequential * 1e3:.3g} ms "
+        "(an estimate from their sizes; overlap_minimum_tokens sets the limit by hand)"
+    )
+    return Choice("none", sequential, times[best], why)
+
+
+def crossing(
+    collective: str, method: str, product: Product, size: int, machine: Machine, splits: int = 4
+) -> int | None:
+    """The fewest tokens, in powers of two, from which on `choose` overlaps; None: never up to 2**24. `product` gives the other sizes."""
+    for exponent in range(24):
+        tokens = size << exponent
+        scaled = replace(product, tokens=tokens, bytes=product.bytes * tokens // product.tokens)
+        if choose(collective, method, scaled, size, machine, splits).overlaps:
+            return tokens
+    return None

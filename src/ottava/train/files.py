@@ -1,0 +1,86 @@
+"""Files that a user names: opened once, without waiting for a pipe, and read only as far as is sensible."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import tomllib
+from pathlib import Path
+from typing import Any, BinaryIO
+
+MOST_TOML_BYTES = 1 << 20
+MOST_JSON_BYTES = 16 << 20
+# A key of 64 parts and more. tomllib's time grows with the square of their number: 100,000 take minutes.
+_LONG_KEY = re.compile(r"""(?<![\w-])(?:(?>[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*+\.[ \t]*+){64}""")
+
+
+def printable(text: str, most: int = 300) -> str:
+    """A text that may come from a stranger's file as one printable line.
+
+    >>> printable("a\\nb")
+    "'a\\\\nb'"
+    """
+    line = text if text.isprintable() else ascii(text)
+    return line if len(line) <= most else line[:most] + "..."
+
+
+def open_regular(path: Path, kind: type[ValueError] = ValueError) -> BinaryIO:
+    """A regular file, opened for reading, unbuffered. `kind`, with its name, for anything else: a pipe would wait for a writer.
+
+    >>> open_regular(Path("run.toml")).read(100)
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise kind(f"{path} cannot be read: {error.strerror}.") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise kind(f"{path} cannot be read: it is not a file.")
+    return os.fdopen(descriptor, "rb", buffering=0)
+
+
+def read_regular(path: Path, most: int, what: str) -> bytes:
+    """All bytes of a file that may have at most `most`.
+
+    >>> read_regular(Path("run.toml"), 1 << 20, "a configuration")
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        data = b"" if size > most else file.read(size + 1)
+    if max(size, len(data)) > most:
+        raise ValueError(f"{path} has {max(size, len(data))} bytes; {what} has at most {most}.")
+    return data
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """What a TOML file says. ValueError, with its name, if it is none.
+
+    >>> read_toml(Path("run.toml"))["train"]["steps"]
+    """
+    content = read_regular(path, MOST_TOML_BYTES, "a configuration")
+    try:
+        text = content.decode()
+        if _LONG_KEY.search(text):
+            raise ValueError("a key of 64 parts and more")
+        return tomllib.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"{path} is not a configuration: it is nested too deep.") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not TOML: {printable(str(error))}.") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What a JSON file with an object says. ValueError, with its name, if it is none.
+
+    >>> read_json(Path("runs/debug/summary.json"))["outcome"]
+    """
+    content = read_regular(path, MOST_JSON_BYTES, "such a file")
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {printable(str(error))}.") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is not a JSON object.")
+    return found
