@@ -5,12 +5,13 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 # Written last, so that an interrupted install is done again and a finished one needs no network.
 STAMP  := $(VENV)/.installed
+LAUNCH := $(VENV)/.installed-launch
 # Processes that share the test files out, in their order: those with many ranks come early.
 WORKERS ?= 2
 SHARED  := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install debian test pytest test-fast test-extra test-gpu docs-test lint format clean train
+.PHONY: help install debian test pytest test-fast test-extra test-launch test-gpu docs-test lint format clean train
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -26,10 +27,14 @@ $(STAMP): requirements/torch.txt requirements/test.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 
+$(LAUNCH): $(STAMP) requirements/launch.txt
+	$(BIN)/python -m pip install --quiet -r requirements/launch.txt
+	@touch $@
+
 debian: ## install the Debian packages that some tests use, as root
 	@packages=$$(cat requirements/debian.txt); \
 	if dpkg-query -W -f '$${db:Status-Status}\n' $$packages 2>&1 | grep -qvx installed; then \
-	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $$packages; \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get install -qq --no-install-recommends $$packages; \
 	fi
 
 test: lint pytest ## lint, then every test this machine can run
@@ -42,6 +47,9 @@ test-fast: $(STAMP) ## the tests that are not marked slow
 
 test-extra: $(STAMP) ## tests that take many minutes and show little more than the others
 	$(BIN)/python -m pytest -q -m extra
+
+test-launch: $(LAUNCH) ## launchers, on a real Slurm (make debian, as root), a real Ray and with the schemas of Kubernetes
+	$(BIN)/python -m pytest -q -m "extra or not extra" tests/launch
 
 test-gpu: $(STAMP) ## the tests that need a CUDA device
 	PYTHON=$(BIN)/python bash tests/gpu/run.sh

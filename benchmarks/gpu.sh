@@ -35,7 +35,8 @@ bench 3 attention -1b --shape 1b --documents 1000
 bench 8 layer -1x8192
 bench 4 layer -4x2048 --batch 4 --sequence 2048
 bench 18 step -1b --shape 1b --profile
-bench 18 step -8b-8 --shape 8b-8 --profile
+bench 2 overlap -8b-2 --shape 8b --ranks 2
+bench 16 step -8b-8 --shape 8b-8 --profile
 bench 10 step -8b --shape 8b --contenders none --visits 1 --steps 5 \
   --ours "fp8:precision.recipe=DelayedScaling,precision.fp8_weights=true,optimizer.name=fused_adam"
 exit $status

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ottava.bench.shapes import override, train_config, workloads
+from ottava.bench.shapes import train_config, workloads
 from ottava.bench.step import DOCUMENT
 from ottava.plan.cluster import Cluster
 from ottava.plan.devices import short_name
@@ -22,6 +22,7 @@ from ottava.plan.footprint import ElementBytes, footprint
 from ottava.plan.layouts import layout_of
 from ottava.plan.model_size import ModelSize
 from ottava.plan.step_time import step_time
+from ottava.train.override import override
 
 MEMORY, TIME = 0.05, 0.08
 BEGIN, END = "<!-- accuracy -->\n", "<!-- end of accuracy -->"

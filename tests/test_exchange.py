@@ -65,7 +65,7 @@ def test_a_failure_travels():
 
 
 def test_no_source_of_ours_sends_or_opens_pickles():
-    """But for `.metadata`, which DCP wants as one: metadata.py says how it is read."""
+    """But for `.metadata`, which DCP wants as one, and which is read as data; and a pipe from a process to what it has forked."""
     words = r"(gather|broadcast|scatter|send|recv)_object|pickle\.loads?\b|Unpickler|torch\.load\b|weights_only=False|marshal"
     root = Path(ottava.__file__).parent
     found = {
@@ -74,4 +74,6 @@ def test_no_source_of_ours_sends_or_opens_pickles():
         for line in path.read_text().splitlines()
         if re.search(words, line.partition("#")[0]) and "`" not in line and ">>>" not in line
     }
-    assert {line for line in found if not line.startswith("checkpoint/metadata.py")} == set(), json.dumps(sorted(found))
+    assert {
+        line for line in found if not line.startswith(("untrusted/inert_pickle.py", "train/nursery.py"))
+    } == set(), json.dumps(sorted(found))

@@ -286,6 +286,49 @@ def test_fsdp1_replicas(tmp_path: Any) -> None:
         torch.distributed.destroy_process_group()
 
 
+def test_fsdp2_groups_and_their_sums() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    seen: list[tuple[Any, ...]] = []
+
+    def see(work: Any, output: torch.Tensor, source: torch.Tensor, group: Any, op: Any) -> Any:
+        seen.append((output.dtype, source.numel() // output.numel(), group.size()))
+        return work()
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+        model = fully_shard(torch.nn.Linear(4, 4), mesh=mesh, mp_policy=policy)
+        assert torch_private.fsdp2_groups(model) == [((0, 1), 2, torch.bfloat16)]
+        with torch_private.around_reduce_scatter(model, see):
+            model(torch.ones(1, 4)).sum().backward()
+        model(torch.ones(1, 4)).sum().backward()
+        assert seen == [(torch.bfloat16, 2, 2)]
+        flat = fully_shard(torch.nn.Linear(4, 4), mesh=mesh["shard"])
+        assert torch_private.fsdp2_groups(flat) == [((0, 1), 1, torch.float32)]
+        frozen = fully_shard(torch.nn.Linear(4, 4).requires_grad_(False), mesh=mesh["shard"])
+        assert torch_private.fsdp2_groups(frozen) == [((0, 1), 1, None)]
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_ddp_hook_dtype(tmp_path: Any) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(torch.nn.Linear(2, 2))
+        assert torch_private.ddp_hook_dtype(model) is None
+        model.register_comm_hook(None, fp16_compress_hook)
+        assert torch_private.ddp_hook_dtype(model) == torch.float16
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_storage_info_is_what_dcp_writes() -> None:
     info = torch_private.storage_info("__0_0.distcp", 64, 100)
     assert (info.relative_path, info.offset, info.length) == ("__0_0.distcp", 64, 100)
@@ -433,6 +476,32 @@ def test_a_slice_of_a_mesh_knows_the_whole() -> None:
         torch.distributed.destroy_process_group()
 
 
+def test_reshaped_shares_memory_and_is_no_view() -> None:
+    x = torch.randn(4, 6, requires_grad=True)
+    made = x * 2
+    found = torch_private.reshaped(made, (2, 12))
+    assert found.data_ptr() == made.data_ptr() and not found._is_view() and found.shape == (2, 12)
+    found.sum().backward()
+    assert torch.equal(x.grad, torch.full((4, 6), 2.0))
+
+
+def test_has_multicast_answers_for_a_device() -> None:
+    assert torch_private.has_multicast(0) in ((True, False) if torch.cuda.is_available() else (False,))
+
+
+def test_torchruns_agent_has_what_ours_overrides():
+    """What it does is seen in tests/launch/test_agent.py, with real ranks."""
+    from torch.distributed.launcher import api
+
+    usual = api.LocalElasticAgent
+    assert inspect.signature(usual._monitor_workers).parameters.keys() == {"self", "worker_group"}
+    assert list(inspect.signature(usual._shutdown).parameters)[:2] == ["self", "death_sig"]
+    assert "_remaining_restarts" in inspect.getsource(usual.__mro__[1])
+    with torch_private.elastic_agent(lambda codes: False, grace_s=1.0):
+        assert issubclass(api.LocalElasticAgent, usual) and api.LocalElasticAgent is not usual
+    assert api.LocalElasticAgent is usual
+
+
 def test_weak_storage_knows_its_memory_and_takes_no_other_for_it() -> None:
     tensor = torch.randn(4, 6)
     reference = torch_private.weak_storage(tensor)
@@ -468,6 +537,7 @@ def test_every_function_is_tested_here() -> None:
         "fake_store",
         "peak_memory",
         "flight_record",
+        "elastic_agent",
         "inside_backward",
         "backward_id",
         "at_end_of_backward",
@@ -487,9 +557,14 @@ def test_every_function_is_tested_here() -> None:
         "saved_tensor_hooks_active",
         "storage_info",
         "fsdp1_replicas",
+        "fsdp2_groups",
+        "around_reduce_scatter",
+        "ddp_hook_dtype",
         "persistent_buffers",
         "fsdp1_stretches",
         "root_mesh",
+        "reshaped",
+        "has_multicast",
         "weak_storage",
         "is_storage_of",
     }

@@ -6,6 +6,7 @@
 from typing import TYPE_CHECKING
 
 from ottava import attention, distributed, kernels, optimizers, recipe
+from ottava.detect import diagnose
 from ottava.distributed import CudaRNGStatesTracker, destroy_ub, initialize_ub
 from ottava.graphs import make_graphed_callables
 from ottava.nn import (
@@ -50,6 +51,7 @@ __all__ = [
     "autocast",
     "checkpoint",
     "destroy_ub",
+    "diagnose",
     "distributed",
     "fp8_autocast",
     "fp8_model_init",

@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -84,6 +85,12 @@ def nobody_intercepts() -> bool:
         or torch._C._is_tracing()
         or torch._C._autograd._profiler_enabled()
     )
+
+
+def reshaped(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """x, contiguous, in another shape: the same memory, but for autograd no view. FSDP2 warns of modules whose outputs are views, which an
+    in-place op would cut off from its hooks."""
+    return torch.ops.aten._unsafe_view(x, shape)
 
 
 def weak_storage(tensor: torch.Tensor) -> StorageWeakRef:
@@ -201,6 +208,70 @@ def fsdp1_replicas(unit: Any) -> Any:
     return getattr(unit, "_inter_node_pg", None)
 
 
+def fsdp2_groups(module: Any) -> list[tuple[tuple[int, ...], int, torch.dtype | None]]:
+    """(ranks that the weights are gathered over, copies of these shards, type in which gradients are summed) of what `fully_shard` made.
+
+    The type is None where nothing is trained. Before the first forward too.
+    """
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    found = []
+    for group in groups:
+        if group is None:
+            continue
+        shard, copies = getattr(group.mesh_info, "shard_process_group", None), 1
+        if group.mesh_info.replicate_mesh_dim is not None:
+            copies = group.mesh_info.mesh.size(group.mesh_info.replicate_mesh_dim)
+        ranks = (
+            (torch.distributed.get_rank(),)
+            if shard is None
+            else tuple(torch.distributed.get_process_group_ranks(shard))
+        )
+        trained = [p.sharded_param.dtype for p in group.fsdp_params if p.sharded_param.requires_grad]
+        policy = group.mp_policy
+        dtype = policy.reduce_dtype or policy.param_dtype or (trained[0] if trained else None)
+        found.append((ranks, copies, dtype if trained else None))
+    return found
+
+
+def ddp_hook_dtype(module: Any) -> torch.dtype | None:
+    """The type that a communication hook of DistributedDataParallel sums gradients in; None without one that changes it."""
+    names = [getattr(hook, "__name__", "") for hook, _ in module._comm_hooks]
+    kinds = {"bf16_compress": torch.bfloat16, "fp16_compress": torch.float16}
+    return next((dtype for name in names for start, dtype in kinds.items() if name.startswith(start)), None)
+
+
+@contextmanager
+def around_reduce_scatter(module: Any, see: Callable[..., Any]) -> Iterator[None]:
+    """In here `see(work, output, input, group, op)` goes in the place of each reduce-scatter of gradients of an FSDP2 module.
+
+    `work()` makes it, and its result is to be returned.
+    """
+    state = module._get_fsdp_state()
+    groups = [
+        group for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] if group is not None
+    ]
+    kept = [group._reduce_scatter_comm for group in groups]
+
+    class Seen:
+        def __init__(self, comm: Any) -> None:
+            self.comm, self.allocate = comm, comm.allocate
+
+        def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
+            def work() -> Any:
+                return self.comm(output_tensor, input_tensor, group, op, async_op)
+
+            return see(work, output_tensor, input_tensor, group, op)
+
+    for group, comm in zip(groups, kept):
+        group._reduce_scatter_comm = Seen(comm)
+    try:
+        yield
+    finally:
+        for group, comm in zip(groups, kept):
+            group._reduce_scatter_comm = comm
+
+
 def storage_info(file: str, offset: int, length: int) -> Any:
     """DCP's record of where an entry lies: `length` bytes at `offset` of `file`."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -225,25 +296,33 @@ def forget_gathered(module: Any) -> None:
 
 @contextmanager
 def around_fsdp_waits(around: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """In here FSDP2 waits for gathered weights (and unpacks them), and for reduced gradients, inside `around()`."""
+    """In here FSDP2 waits for gathered weights (and unpacks them), and for reduced gradients, inside `around()`.
+
+    A CPU has no streams: there a gather or a reduce-scatter is itself the wait.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-    kept = {name: getattr(FSDPParamGroup, name) for name in ("wait_for_unshard", "finalize_backward")}
+    kept = [(FSDPParamGroup, "wait_for_unshard"), (FSDPParamGroup, "finalize_backward")]
+    collectives = [(DefaultAllGather, "__call__"), (DefaultReduceScatter, "__call__")]
+    methods = [(owner, name, getattr(owner, name)) for owner, name in (*kept, *collectives)]
 
-    def wrap(method: Callable) -> Callable:
+    def wrap(method: Callable, collective: bool) -> Callable:
         def wrapped(self: Any, *args: Any, **options: Any) -> Any:
-            with around():
+            tensors = [*args, *options.values()]
+            on_host = any(isinstance(x, torch.Tensor) and x.device.type == "cpu" for x in tensors)
+            with around() if on_host or not collective else nullcontext():
                 return method(self, *args, **options)
 
         return wrapped
 
-    for name, method in kept.items():
-        setattr(FSDPParamGroup, name, wrap(method))
+    for owner, name, method in methods:
+        setattr(owner, name, wrap(method, name == "__call__"))
     try:
         yield
     finally:
-        for name, method in kept.items():
-            setattr(FSDPParamGroup, name, method)
+        for owner, name, method in methods:
+            setattr(owner, name, method)
 
 
 def persistent_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -274,6 +353,15 @@ def fsdp1_stretches(unit: Any) -> list[tuple[torch.nn.Module, str, tuple[int, ..
             start, local = 0, shard[:0]
         found.append((info.module, info.param_name, tuple(shape), local.detach(), start))
     return found
+
+
+def has_multicast(device: int) -> bool:
+    """Whether the memory of CUDA device `device` can be bound to a multicast address, which one store writes on all GPUs of a node."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    if not torch.cuda.is_available():  # it would ask a driver that is not there
+        return False
+    return _SymmetricMemory.has_multicast_support(torch._C._autograd.DeviceType.CUDA, device)
 
 
 def flight_record() -> str:
@@ -311,7 +399,8 @@ def symmetric_memory(count: int, device: torch.device, group: Any) -> tuple[torc
 
 def group_timeout_s(group: Any, device: torch.device) -> float:
     """Seconds after which a collective of the group fails."""
-    backend = (group or torch.distributed.group.WORLD)._get_backend(device)
+    known: Any = group or torch.distributed.group.WORLD
+    backend = known._get_backend(device)
     return backend.options._timeout.total_seconds()
 
 
@@ -347,3 +436,47 @@ def peak_memory(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: 
         step()
     snapshot = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
     return {str(getattr(kind, "value", kind)): int(size) for kind, size in snapshot.items()}
+
+
+@contextmanager
+def elastic_agent(is_final: Callable[[list[int]], bool], grace_s: float) -> Iterator[list[int]]:
+    """Inside, `torch.distributed.run.run` does not start ranks again whose exit codes (128 + n for signal n) are final, and gives
+    ranks `grace_s` seconds after a signal. Yields a list that will have the return codes of ranks that ended after one.
+    Folders of logs have a file `rank`.
+    """
+    import signal
+
+    from torch.distributed.launcher import api
+
+    ended: list[int] = []
+    usual = api.LocalElasticAgent
+
+    class Agent(usual):  # type: ignore[misc, valid-type]
+        def _start_workers(self, worker_group: Any) -> Any:
+            started = super()._start_workers(worker_group)
+            for worker in worker_group.workers:  # folders of logs have the rank on this node as their name
+                if path := self._pcontext.stdouts.get(worker.local_rank):
+                    Path(path).with_name("rank").write_text(str(worker.global_rank))
+            return started
+
+        def _monitor_workers(self, worker_group: Any) -> Any:
+            result = super()._monitor_workers(worker_group)
+            codes = [failure.exitcode for failure in result.failures.values()]
+            if is_final([128 - code if code < 0 else code for code in codes]):
+                self._remaining_restarts = 0
+            return result
+
+        def _shutdown(self, death_sig: Any = None, timeout: float = 30) -> None:
+            if death_sig is not None and self._pcontext is not None:  # the agent was signalled: ranks save now
+                for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+                    signal.signal(number, signal.SIG_IGN)  # a second one would cut that short
+                self._pcontext.close(death_sig, round(grace_s))
+                handlers = getattr(self._pcontext, "subprocess_handlers", {})
+                ended.extend(code for h in handlers.values() if (code := h.proc.poll()) is not None)
+            super()._shutdown()
+
+    api.LocalElasticAgent = Agent  # type: ignore[misc]
+    try:
+        yield ended
+    finally:
+        api.LocalElasticAgent = usual  # type: ignore[misc]

@@ -10,11 +10,12 @@ import torch
 from ottava.bench.contenders import Contender, Numbers
 from ottava.bench.gates import Gate, judge
 from ottava.bench.plain_llama import PlainLlama, copy_weights
-from ottava.bench.shapes import override, workloads
+from ottava.bench.shapes import workloads
 from ottava.bench.step import check
 from ottava.cli.main import main
 from ottava.models import Llama, LlamaConfig
 from ottava.train.config import Config
+from ottava.train.override import override
 
 SHAPE = LlamaConfig(vocab_size=64, hidden_size=32, ffn_hidden_size=64, layers=2, heads=4, kv_heads=2, max_length=16)
 

@@ -71,3 +71,15 @@ def test_a_checkpoint_larger_than_the_memory(tmp_path: Path) -> None:
     command = [sys.executable, "-c", IN_LITTLE_MEMORY, str(source), str(tmp_path / "target")]
     grown = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert grown < 64, f"{grown} MB"
+
+
+def test_a_checkpoint_that_is_there_is_not_replaced(tmp_path: Path) -> None:
+    source = Checkpoints(tmp_path / "run").save(1, {"w": torch.ones(3)})
+    for target in ("run", "other"):
+        if target == "other":
+            reshard(source, tmp_path / target)
+        with pytest.raises(ValueError, match="step-00000001 exists, and is not replaced"):
+            reshard(source, tmp_path / target, shards=2)
+    assert all(row.good for row in verify(tmp_path / "run")) and [p.name for p in (tmp_path / "run").iterdir()] == [
+        "step-00000001"
+    ]

@@ -222,3 +222,17 @@ def test_a_module_compiles_through_the_stand_in(te: ModuleType) -> None:
 
     x = torch.randn(16, 16)
     assert torch.equal(torch.compile(run, backend="eager", fullgraph=True)(x), run(x))
+
+
+def test_the_machine_is_described_without_compiled_code(te: ModuleType) -> None:
+    import transformer_engine.pytorch.cpp_extensions as tex
+
+    assert tex.ubuf_built_with_mpi() is False
+    if not torch.cuda.is_available():
+        assert tex.device_supports_multicast() is False
+        assert tex.get_stream_priority_range() == (0, 0)
+    name = "general_gemm"
+    with pytest.raises(
+        AttributeError, match=f"Ottava does not have `transformer_engine.pytorch.cpp_extensions.{name}`"
+    ):
+        getattr(tex, name)

@@ -143,7 +143,7 @@ def leaves_of(model: nn.Module, chosen: recipe.Recipe | None, compute: torch.dty
 
 
 def by_halves(terms: list[Tensor]) -> Tensor:
-    """The sum in the order of `distributed/collectives.py`."""
+    """The sum in the order of `overlap/collectives.py`."""
     while len(terms) > 1:
         odd = terms[len(terms) // 2 * 2 :]
         terms = [a + b for a, b in zip(terms[0::2], terms[1::2])] + odd

@@ -1,7 +1,7 @@
 """Three steps on every mesh are three steps in one process: same start to the bit, same weights after, equal scales on all ranks.
 
 In float32 on the CPU this is equality of bits: sums over ranks have the order of one process (`kernels/fixed_order.py`,
-`distributed/collectives.py`). It has to be: FP8 turns a difference of 1e-7 into one of 1e-3 within three steps.
+`overlap/collectives.py`). It has to be: FP8 turns a difference of 1e-7 into one of 1e-3 within three steps.
 """
 
 from __future__ import annotations

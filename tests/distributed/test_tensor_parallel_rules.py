@@ -18,8 +18,9 @@ import ottava
 from distributed.ranks import Ranks
 from distributed.tp_ranks import RECIPES, error, local
 from ottava import recipe
-from ottava.distributed import collectives, model_parallel_seed, split_tensors, use_tracker
+from ottava.distributed import model_parallel_seed, split_tensors, use_tracker
 from ottava.notices import warn_once
+from ottava.overlap import collectives
 
 
 @pytest.fixture(scope="module")

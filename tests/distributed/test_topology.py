@@ -226,3 +226,27 @@ def test_even_rows_and_uneven_shards_are_fine(fake_world: None) -> None:
     layer.weight = nn.Parameter(distribute_tensor(layer.weight.data, meshes.tp, [Shard(0)]))
     shard(layer, meshes.dp)
     assert check_model(layer) == []
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        (ParallelPlan(tp=2, dp_shard=2, sequence_parallel=True, overlap="ring"), True),
+        (ParallelPlan(tp=4, sequence_parallel=True, overlap="ring"), False),
+        (ParallelPlan(tp=2, dp_shard=2), False),
+        (ParallelPlan(dp_shard=4), False),
+    ],
+    ids=["beside FSDP2", "alone", "nothing hidden", "no tensor parallelism"],
+)
+def test_one_hardware_queue_for_tensor_parallelism_and_fsdp2(
+    plan: ParallelPlan, said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    machine = Machine(gpus_per_node=4)
+    assert check_topology(plan, None, machine) == []  # there is no GPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = check_topology(plan, None, machine)
+    if said:
+        expect(found, "warning", "CUDA_DEVICE_MAX_CONNECTIONS=1", "one queue", "set it to 32")
+    else:
+        assert found == []

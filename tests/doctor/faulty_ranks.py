@@ -48,7 +48,7 @@ def reports(
     try:
         for rank, pipe in pipes.items():
             if rank not in silent:
-                assert pipe.poll(90), f"rank {rank} did not report"
+                assert pipe.poll(180), f"rank {rank} did not report"
                 found[rank] = pipe.recv()
     finally:
         for process in processes:

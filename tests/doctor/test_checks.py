@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from ottava.doctor import clock, environment, gpu_state, host, links, nccl_log, network, pcie, places, speed, versions
+from ottava.detect import Machine
+from ottava.detect.acs import bridges_with_acs
+from ottava.doctor import (
+    cards,
+    clock,
+    environment,
+    gpu_state,
+    host,
+    links,
+    nccl_log,
+    network,
+    pcie,
+    places,
+    run_plan,
+    speed,
+    versions,
+)
 from ottava.doctor.finding import Check, Finding, Report, differing
 
 NAMES = ["rank 0 on a", "rank 1 on a", "rank 2 on b", "rank 3 on b"]
@@ -35,7 +53,7 @@ def test_gpu_state(text: str, status: str, said: str) -> None:
 
 
 def test_what_is_not_here_says_so(monkeypatch) -> None:
-    monkeypatch.setattr("ottava.doctor.command.shutil.which", lambda name: None)
+    monkeypatch.setattr("ottava.detect.command.shutil.which", lambda name: None)
     for check in (gpu_state.CHECK, pcie.CHECK):
         (found,) = check.findings([check.measure(None)], ["this machine"])
         assert found.status == "not here" and "is not here" in found.message
@@ -164,7 +182,7 @@ def test_access_control_of_bridges() -> None:
         "00:01.0 PCI bridge: Vendor Device\n\tCapabilities: [100] Access Control Services\n"
         "\t\tACSCtl:\tSrcValid+ TransBlk- ReqRedir+\n0000:17:00.0 3D controller: NVIDIA\n\t\tACSCtl:\tSrcValid- TransBlk-\n"
     )
-    assert pcie.bridges_with_acs(text) == ["00:01.0"]
+    assert bridges_with_acs(text) == ["00:01.0"]
     (found,) = pcie.judge([{"on": ["00:01.0"]}], NAMES[:1])
     assert "rank 0 on a: ACS is on at 00:01.0" in found.message
 
@@ -210,3 +228,55 @@ def test_a_report_counts_and_sorts() -> None:
     assert not report.sound and report.as_text().splitlines()[-1] == "2 ranks, 1.0 s: 1 problems, 0 warnings."
     assert report.as_text().index("problem") > report.as_text().index("ok")
     assert report.as_json()["findings"][0]["ranks"] == (1,)
+
+
+def test_a_plan_that_does_not_suit_the_machines_is_told(tmp_path) -> None:
+    four_nodes = Machine(gpus_per_node=8, nodes=4)
+    (found,) = run_plan.look(tmp_path, None, four_nodes, True)
+    assert found.status == "not here"
+    (found,) = run_plan.look(tmp_path, "llama3-8b", four_nodes, True)
+    assert found.status == "warning" and "1-D FSDP over dp_shard=32" in found.message
+    (found,) = run_plan.look(tmp_path, "llama3-9b", four_nodes, True)
+    assert found.status == "problem" and "no preset 'llama3-9b'" in found.message
+    hybrid = tmp_path / "config.toml"
+    hybrid.write_text('preset = "llama3-8b"\n[parallel]\ndp_replicate = 4\ndp_shard = 8\n')
+    (found,) = run_plan.look(tmp_path, None, four_nodes, True)
+    assert found.status == "ok", found
+
+
+def test_a_run_whose_communication_shows_on_sound_links_is_told_what_to_change(tmp_path) -> None:
+    lines = [{"step": n, "step_s": 2.0, "communication_s": 0.9} for n in range(1, 40)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "config.toml").write_text('preset = "llama3-8b"\n[parallel]\nprefetch = 0\n')
+    (found,) = run_plan.look(tmp_path, None, Machine(8), True)
+    assert found.status == "warning" and "45% of a step" in found.message and "parallel.prefetch = 1" in found.message
+    (found,) = run_plan.look(tmp_path, None, Machine(8), False)  # slow links are told by "links"
+    assert found.status == "ok"
+
+
+def test_links_are_held_against_what_they_carry() -> None:
+    facts = [
+        {"device": "cpu", "collectives": {"all-reduce": 1e7}, "pairs": [[1 - n, 1e7]],
+         "interface": {"name": "eth1", "address": f"10.0.0.{n}", "rate": 1.25e9}} for n in range(2)
+    ]  # fmt: skip
+    first, _ = links.judge(facts, NAMES[:2], ["a", "b"])
+    assert first.ranks == (0, 1) and "0.01 GB/s, and eth1 carries 1.25" in first.message
+    same = [fact | {"interface": facts[0]["interface"]} for fact in facts]  # through the machine's own memory
+    assert [f.status for f in links.judge(same, NAMES[:2], ["a", "a"])] == ["ok"]
+    gpus = [{"device": "cuda", "collectives": {"all-reduce": 40e9}, "pairs": [], "should": 478e9}] * 2
+    first, _ = links.judge(gpus, NAMES[:2], ["a", "a"])
+    assert "all-reduce at 40 GB/s, and the links of all ranks carry 478" in first.message
+
+
+def test_the_wrong_card_is_a_problem_of_its_rank() -> None:
+    fact = {
+        "cards": [{"name": "mlx5_0", "port": 1, "active": True, "gbit_s": 400.0, "layer": "InfiniBand"}],
+        "chosen": None,
+    }
+    assert cards.judge([fact] * 2, NAMES[:2])[0].status == "ok"
+    (found,) = cards.judge([fact, fact | {"chosen": "mlx5_9"}], NAMES[:2])
+    assert (
+        found.status == "problem"
+        and found.ranks == (1,)
+        and "NCCL_IB_HCA=mlx5_9 names no network card" in found.message
+    )

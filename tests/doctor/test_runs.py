@@ -100,6 +100,84 @@ def test_the_first_error_is_the_cause_not_a_consequence(tmp_path, capsys) -> Non
     assert main(["status", str(folder)]) == 0 and "NaN in sample 7" in capsys.readouterr().out
 
 
+def start(rank: int, size: int = 4, when: float = NOW - 60, **more) -> str:
+    who = {
+        "rank": rank,
+        "size": size,
+        "host": f"node-{rank // 2}",
+        "pid": 40 + rank,
+        "time": when,
+        "restart": 0,
+        "launcher": None,
+    }
+    return f"--- start {json.dumps(who | more)}\n"
+
+
+def error(text: str, when: float) -> str:
+    return f"--- error {when}\nTraceback (most recent call last):\n  x\n{text}\n--- end\n"
+
+
+def test_errors_of_the_ranks_own_logs_are_ordered_by_time_not_by_file(tmp_path) -> None:
+    folder, logs = make_run(tmp_path / "run"), tmp_path / "run" / "logs"
+    write(logs / "rank-0.log", start(0) + error("ValueError: later", NOW - 1), NOW - 9)
+    write(
+        logs / "rank-1.log",
+        start(1, when=NOW - 999) + error("OSError: of the start before", NOW - 900) + start(1),
+        NOW - 9,
+    )
+    write(logs / "rank-2.log", start(2) + error("ValueError: first", NOW - 2), NOW)
+    write(logs / "rank-3.log", start(3) + error("RuntimeError: Connection closed by peer", NOW - 3), NOW - 20)
+    write(
+        logs / "rank-9.log",
+        start(9, size=16, when=NOW - 999) + error("OSError: of a larger start", NOW - 900),
+        NOW - 20,
+    )
+    assert [found.last_line for found in errors(folder)] == [
+        "rank 2: ValueError: first", "rank 0: ValueError: later", "rank 3: RuntimeError: Connection closed by peer",
+    ]  # fmt: skip
+
+
+def test_a_rank_that_was_killed_is_named_by_the_others_missing_it(tmp_path) -> None:
+    folder, logs = make_run(tmp_path / "run"), tmp_path / "run" / "logs"
+    write(logs / "rank-0.log", start(0, 2) + error("RuntimeError: Connection closed by peer [10.0.0.2]", NOW - 3), NOW)
+    write(logs / "rank-1.log", start(1, 2) + "a warning\n", NOW - 5)
+    first = first_error(folder)
+    assert first is not None and first.log.rank == 1 and "process 41 on node-0 ended without a word" in first.last_line
+    write(logs / "rank-0.log", start(0, 2), NOW)  # a run that goes on misses nobody
+    assert errors(folder) == []
+
+
+def test_what_torchrun_keeps_is_told_by_rank_on_several_machines(tmp_path) -> None:
+    folder, logs = make_run(tmp_path / "run"), tmp_path / "run" / "logs"
+    for rank, agent in enumerate(
+        ("none_ab", "none_cd")
+    ):  # one process on each of two machines, so both are number 0 there
+        own = start(rank, 2, launcher=f"/elsewhere/run/logs/{agent}/attempt_0/0")
+        write(logs / f"rank-{rank}.log", own, NOW)
+        write(logs / agent / "attempt_0" / "0" / "stderr.log", f"from rank {rank}\n", NOW)
+    assert {(log.rank, log.path.parent.parts[-3]) for log in find_logs(folder) if log.path.name == "stderr.log"} == {
+        (0, "none_ab"), (1, "none_cd"),
+    }  # fmt: skip
+    assert main(["logs", str(folder), "--rank", "1"]) == 0
+
+
+def test_a_straggler_is_one_that_is_slow_most_times(tmp_path) -> None:
+    folder = make_run(tmp_path / "run", steps=40)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+    def told(slow: dict[int, int]) -> tuple[str, ...]:
+        changed = [
+            line | ({"slow_rank": slow[line["step"]], "slow_rank_times": 1.62} if line["step"] in slow else {})
+            for line in lines
+        ]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in changed))
+        return run_status(folder, NOW).stragglers
+
+    assert told({20: 3, 30: 3, 40: 3}) == ("rank 3: 1.6 times the others' work",)
+    assert "straggler" in run_status(folder, NOW).as_text()
+    assert told({40: 3}) == () and told({10: 1, 20: 2, 30: 3, 40: 0}) == ()
+
+
 def test_stalls_and_kept_errors_are_shown(tmp_path) -> None:
     folder = make_run(tmp_path / "run")
     for rank in range(2):
@@ -108,6 +186,7 @@ def test_stalls_and_kept_errors_are_shown(tmp_path) -> None:
         )
     write(folder / "error-rank-3.txt", "Traceback (most recent call last):\n  z\nValueError: wrong\n", NOW)
     found = run_status(folder, NOW)
+    assert found.state == "failed" and found.eta_s is None
     assert found.stalls == ("no step for 60 s. Rank 1 is behind: step 7, data.",)
     assert found.error == "rank 3: ValueError: wrong"
 
@@ -122,3 +201,19 @@ def test_no_run_is_exit_2(tmp_path, capsys) -> None:
 
 def test_times_are_spelled() -> None:
     assert [spelled(s) for s in (0.4, 59, 60, 3700, 90000)] == ["0 s", "59 s", "1 min", "1 h 1 min", "1 d 1 h"]
+
+
+def test_every_runbook_begins_with_a_command() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "runbooks.md").read_text()
+    titles = [
+        "MFU has dropped",
+        "Nothing moves",
+        "Out of memory",
+        "NCCL talks over sockets",
+        "One machine is slow",
+        "The loss is not a number",
+    ]
+    sections = {part.partition("\n")[0]: part.partition("\n")[2].strip() for part in text.split("\n## ")[1:]}
+    assert list(sections) == titles
+    for section in sections.values():
+        assert section.startswith("```bash\n") and "ottava" in section.splitlines()[1]

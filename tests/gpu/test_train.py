@@ -54,3 +54,35 @@ def _timed(loop: Loop) -> float:
     loop._step()
     torch.cuda.synchronize()
     return time.perf_counter() - start
+
+
+@pytest.mark.parametrize("recipe", ["DelayedScaling", "Float8CurrentScaling"])
+def test_compiled_layers_of_one_rank_train_as_eager_ones_do(recipe: str, tmp_path) -> None:
+    """Weights with masters and FP8 bytes, under train.compile: losses of four steps, and one graph with a residual and one without."""
+    from torch._dynamo.utils import counters
+
+    losses: dict[bool, list[float]] = {}
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        options = [
+            f"--precision.recipe={recipe}",
+            f"--train.run={tmp_path / str(compiled)}",
+            f"--data.cache={tmp_path}",
+        ]
+        config, _ = parse(["examples/train_160m.toml", *options, "--train.sample-tokens=0", "--metrics.fp8-every=0"])
+        train = replace(config.train, steps=10**6, global_batch=8, micro_batch=8, evaluate_every=0, compile=compiled)
+        config = replace(config, train=train, model=replace(config.model, layers=4))
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        with ExitStack() as resources:
+            world = resources.enter_context(World(Place(0, 1, 0, 1, "localhost", store.port), timeout=600.0))
+            loop = Loop(config, world, resources)
+            losses[compiled] = []
+            for _ in range(4):
+                loop.clock.restart()
+                found = loop._step()
+                assert found is not None
+                losses[compiled].append(found.loss)
+        if compiled:
+            assert counters["stats"]["unique_graphs"] <= 2 and not counters["graph_break"]
+    assert losses[True] == pytest.approx(losses[False], rel=2e-3), losses

@@ -24,7 +24,7 @@ from ottava.train.arguments import parse
 from ottava.train.token_file import TokenFile
 from ottava.train.tokenize import load_tokenizer
 
-HANGS_S = 120.0
+HANGS_S = 300.0
 """The process ends with the stacks of all threads if a case takes longer: it waits for something."""
 MOST_S, MOST_MB = 10.0, 200.0
 

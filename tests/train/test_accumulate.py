@@ -8,8 +8,8 @@ import torch
 import ottava
 from distributed.ranks import Ranks
 from ottava.distributed import ParallelPlan, gradient_sync, parallelize
-from ottava.distributed.collectives import FixedOrderReduceScatter
 from ottava.models import Llama, LlamaConfig
+from ottava.overlap.collectives import FixedOrderReduceScatter
 
 
 @pytest.fixture(scope="module")

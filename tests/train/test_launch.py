@@ -154,3 +154,15 @@ def test_a_rank_that_stands_still_is_named_and_stacks_are_written(tmp_path):
     stacks = (config.run_folder / "stalls" / "rank-0.txt").read_text()
     assert "Silent, so stopped or dead: rank 1" in stacks and "loop.py" in stacks
     json.loads((config.run_folder / "stalls" / "rank-0-collectives.json").read_text())
+
+
+def test_ranks_that_hide_communication_ask_for_many_hardware_queues(tmp_path: Path) -> None:
+    plain = tiny(tmp_path, parallel={"tp": 2, "sequence_parallel": True})
+    hiding = tiny(tmp_path, parallel={"tp": 2, "sequence_parallel": True, "overlap": "ring"})
+    for config, environment, wanted in (
+        (plain, {}, None),
+        (hiding, {}, "32"),
+        (hiding, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "1"),
+    ):
+        launch._prepare(environment, config)
+        assert environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == wanted

@@ -335,3 +335,23 @@ def test_a_new_run_begins_with_weights_of_hugging_face_if_that_is_said(two, fold
     assert two.run(replace(config, checkpoint=allowed)) == exits.DONE, two.said
     first, then = lines(config)[0], lines(whole)[8]
     assert first["step"] == 1 and abs(first["loss"] - then["loss"]) < 0.2 < abs(first["loss"] - lines(whole)[0]["loss"])
+
+
+def test_tensor_parallel_runs_say_what_they_sent_and_waited_for(two, folder, whole):
+    parallel = {"tp": 2, "sequence_parallel": True}
+    losses, sent = {}, {}
+    for overlap in ("none", "pipeline"):
+        config = tiny(
+            folder,
+            f"overlap-{overlap}",
+            parallel={**parallel, "overlap": overlap, "overlap_minimum_tokens": 0},
+            train={"steps": 2, "evaluate_every": 0},
+            schedule={"warmup_steps": 0},
+        )
+        assert two.run(config) == exits.DONE, two.said
+        found = lines(config)
+        assert all(0 <= line["tp_exposed_s"] <= line["communication_s"] <= line["step_s"] for line in found)
+        losses[overlap], sent[overlap] = [line["loss"] for line in found], {line["tp_sent_mb"] for line in found}
+    assert losses["pipeline"] == losses["none"]
+    assert sent["pipeline"] == sent["none"] and len(sent["none"]) == 1 and min(sent["none"]) > 0
+    assert all("tp_sent_mb" not in line and "tp_exposed_s" not in line for line in lines(whole))

@@ -9,12 +9,13 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import tomli_w
 
 from ottava.train import charts
 from ottava.train.arguments import to_toml
 from ottava.train.config import Config
 from ottava.train.metrics import Metrics, StepMetrics
-from ottava.train.report import STYLE, load_run, write_report
+from ottava.train.report import POLICY, STYLE, load_run, write_report
 
 
 def make_run(folder: Path, steps: int = 40, speed: float = 1.0) -> Path:
@@ -228,3 +229,54 @@ def test_ticks_are_round(low, high, want):
 )  # fmt: skip
 def test_labels_say_the_number(value, want):
     assert charts.plain(value) == want
+
+
+EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>"
+
+
+def hostile_run(folder: Path) -> Path:
+    """Text that is a script wherever a run's files may have text or a number."""
+    folder.mkdir(parents=True)
+    base = {"step": 1, "loss": 1.0, "mfu": 0.1, "tokens_per_s": 10.0, "tokens": 100, "attempt": 0, "forward_s": 0.1}
+    numbers = [
+        {**base, "step": n, key: evil} for n, key in enumerate(base, 2) for evil in (EVIL, [EVIL], 10**400, 1e308)
+    ]
+    lines = [
+        base,
+        *(line for line in numbers if line["step"] is not EVIL),
+        {**base, "step": 50, "event": EVIL, "mfu_basis": EVIL},
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "config.toml").write_text(
+        tomli_w.dumps({"a": 1, EVIL: {EVIL: EVIL}, "gate": {"warmup_steps": EVIL}, "model": {"name": EVIL}})
+    )
+    gates = [
+        EVIL,
+        {"name": EVIL, "limit": EVIL, "value": EVIL},
+        {"name": EVIL, "limit": 1, "value": 2, "passed": False},
+    ]
+    (folder / "summary.json").write_text(json.dumps({"outcome": EVIL, "gates": gates}))
+    tensors = [{EVIL: {"underflow": 0.1}}, {EVIL: {"underflow": EVIL}}, {EVIL: EVIL}, EVIL]
+    looks = [{"step": n, "tensors": tensor} for n, tensor in enumerate(tensors)]
+    (folder / "fp8.jsonl").write_text("".join(json.dumps(look) + "\n" for look in looks))
+    return folder
+
+
+def test_everything_of_a_strangers_run_is_escaped(tmp_path):
+    runs = [hostile_run(tmp_path / name / EVIL.replace("/", "")) for name in ("a", "b")]
+    text = write_report(runs, tmp_path / "report.html").read_text()
+    page = Page(text)
+    assert {"script", "img"}.isdisjoint(page.seen) and page.references == ["data:,"]
+    assert "alert(1)" in " ".join(page.words) and "<script" not in text and "<img" not in text
+    assert f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">' in text and "script" not in POLICY
+
+
+@pytest.mark.parametrize("name", ["summary.json", "config.toml"])
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff", b"3", b""])
+def test_a_damaged_file_of_a_run_is_named_or_empty(tmp_path, name, content):
+    (make_run(tmp_path / "run") / name).write_bytes(content)
+    if name == "config.toml" and not content:
+        write_report([tmp_path / "run"], tmp_path / "report.html")
+        return
+    with pytest.raises(ValueError, match=name):
+        write_report([tmp_path / "run"], tmp_path / "report.html")

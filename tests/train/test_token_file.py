@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
+
 import numpy as np
 import pytest
 
-from ottava.train.token_file import HEADER, TokenFile, TokenFileError, write_token_file
+from ottava.train import token_file
+from ottava.train.run_folder import check_data
+from ottava.train.token_file import HEADER, TokenFile, TokenFileError, same, write_token_file
 
 
 @pytest.fixture
@@ -106,3 +111,70 @@ def test_nothing_is_left_when_writing_fails(tmp_path):
     with pytest.raises(ValueError, match="no document"):
         write_token_file(tmp_path / "a.tokens", [], 7, "t", 6)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def large(tmp_path):
+    """2 MB in documents of 1 to 300 tokens: more than the samples of it that are compared."""
+    lengths = np.random.default_rng(0).integers(1, 300, 7000)
+    documents = [np.arange(n) % 7 for n in lengths]
+    return write_token_file(tmp_path / "large.tokens", documents, vocab_size=8, tokenizer="by hand", end_token=7)
+
+
+def _overwrite_between_samples(file):
+    with file.path.open("r+b") as opened:
+        opened.seek(4096 + 10_000)  # samples are 4 KiB, every 33 KB or so
+        before = opened.read(2)
+        opened.seek(4096 + 10_000)
+        opened.write(bytes([before[0] ^ 1, 0]))
+
+
+def test_a_token_that_no_sample_sees_is_noticed_by_the_time_of_change(large):
+    large.check_unchanged()
+    _overwrite_between_samples(large)
+    assert same(TokenFile(large.path).identity, large.identity)  # the samples are as they were
+    with pytest.raises(TokenFileError, match=r"large.tokens has the checksum"):
+        large.check_unchanged()
+
+
+def test_a_touched_file_is_read_once_and_taken(large, monkeypatch):
+    reads = []
+    monkeypatch.setattr(TokenFile, "verify", lambda self: reads.append(self.path))
+    os.utime(large.path)
+    large.check_unchanged()
+    large.check_unchanged()
+    assert reads == [large.path]
+
+
+def test_a_restart_reads_all_of_a_file_that_was_written_to(large, tmp_path, monkeypatch):
+    (tmp_path / "data.json").write_text(json.dumps({"files": [large.identity]}))
+    check_data(tmp_path, [TokenFile(large.path).identity])
+    os.utime(large.path)  # a copy: another time, the same tokens
+    check_data(tmp_path, [TokenFile(large.path).identity])
+    _overwrite_between_samples(large)
+    with pytest.raises(TokenFileError, match=r"large.tokens has the checksum"):
+        check_data(tmp_path, [TokenFile(large.path).identity])
+    warned = []
+    monkeypatch.setattr(token_file, "warn_once", warned.append)
+    monkeypatch.setattr(token_file, "MOST_VERIFIED", 1000)  # as a file of terabytes
+    check_data(tmp_path, [TokenFile(large.path).identity])
+    assert "large.tokens was written to, and is too large" in warned[0]
+
+
+def test_documents_are_found_without_a_map_that_a_cut_file_would_end_the_process_by(large):
+    number = np.searchsorted(large.ends, np.arange(large.count, dtype=np.uint64), side="right").astype(np.int64)
+    for start in (0, 1, 299, 12345, large.count // 2, large.count - 700):
+        stop = min(start + 700, large.count)
+        assert (large.document_of(start, stop) == number[start:stop] - number[start]).all()
+    os.truncate(large.path, 4096)
+    with pytest.raises(TokenFileError, match="large.tokens was cut short"):
+        large.document_of(0, 10)
+
+
+def test_what_is_read_is_the_file_that_was_checked(large):
+    first = large.read(0, 100)
+    other = large.path.with_name("other.tokens")
+    other.write_bytes(b"evil")
+    other.replace(large.path)  # another file gets its name
+    assert (large.read(0, 100) == first).all()
+    large.verify()

@@ -128,6 +128,8 @@ def test_nothing_is_destroyed_by_tokenizing(tmp_path, tokenizer_json):
         tokenize([text], tokenizer_json, tokenizer=str(tokenizer_json), overwrite=True)
     with pytest.raises(ValueError, match="lies in .*, which is read"):
         tokenize([tmp_path], text, overwrite=True)
+    with pytest.raises(ValueError, match="lies in .*, which is read"):  # a new file would be read while it is written
+        tokenize([tmp_path], tmp_path / "new.tokens")
     assert text.read_text() == "abc"
     assert tokenize([text], out).count == 4
     text.write_text("abcdef")

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ottava.bench.peers import best_attention, compile_blocks, convert_to_float8
 from ottava.bench.plain_llama import PlainLlama, copy_weights
-from ottava.bench.shapes import Workload, override
+from ottava.bench.shapes import Workload
 from ottava.models import Llama
 from ottava.nn.initialize import materialize_
 from ottava.quant.quantization import Quantization
@@ -29,6 +29,7 @@ from ottava.train.data import Batch
 from ottava.train.flops import quantized_precision
 from ottava.train.loop import Loop, open_data
 from ottava.train.model import construct
+from ottava.train.override import override
 from ottava.train.world import World
 
 OURS = {

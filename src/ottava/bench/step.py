@@ -34,10 +34,11 @@ from ottava.bench.gates import GATE_FAILED, Gate, judge
 from ottava.bench.gpu_profile import profile_step
 from ottava.bench.options import count
 from ottava.bench.peers import Unavailable
-from ottava.bench.shapes import Workload, override, train_config, workloads
+from ottava.bench.shapes import Workload, train_config, workloads
 from ottava.models import LlamaConfig
 from ottava.train.flops import Bound, device_peak
 from ottava.train.listen import LOOPBACK, serve_store
+from ottava.train.override import override
 from ottava.train.token_file import write_token_file
 from ottava.train.world import Place, World
 

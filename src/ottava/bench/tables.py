@@ -101,8 +101,49 @@ def attention(document: dict[str, Any]) -> str:
     return _markdown(["backend", "forward ms", "backward ms", "TFLOP/s"], rows)
 
 
+def overlap(document: dict[str, Any]) -> str:
+    """Of `ottava bench overlap`."""
+    times = ("communication_ms", "gemm_ms", "sequential_ms", "overlapped_ms", "bound_ms")
+    rows = [
+        [f"{row['product']} {row['direction']}", row["collective"], row["method"], *(_number(row.get(key), ".3f") for key in times),
+         _number(row.get("hidden_share"), ".0%"), row.get("chosen", "-")]
+        for row in document["results"]
+    ]  # fmt: skip
+    head = [
+        "GEMM",
+        "collective",
+        "method",
+        "collective ms",
+        "GEMM ms",
+        "one after the other",
+        "overlapped",
+        "bound",
+        "hidden",
+        "chosen",
+    ]
+    return _markdown(head, rows)
+
+
+def overlap_cpu(document: dict[str, Any]) -> str:
+    """Of benchmarks/overlap_cpu.py."""
+    times = ("communication_ms", "gemm_ms", "sequential_ms", "overlapped_ms")
+    rows = [
+        [name, *(f"{row[key]:.0f}" for key in times), f"{row['ratio']:.2f}"]
+        for name, row in document["methods"]["rows"].items()
+    ]
+    head = ["", "collective ms", "GEMM ms", "one after the other", "overlapped", "overlapped / sequential"]
+    run = document["training"]
+    before, after = (f"{run['step_s'][name]:.2f} s" for name in ("none", run["overlap"]))
+    trained = (
+        f'Training two layers, `overlap="{run["overlap"]}"`: a step takes {after} instead of {before}, and '
+        f"{run['hidden_share']:.0%} of {run['communication_s']:.2f} s of communication is hidden."
+    )
+    return f"{_markdown(head, rows)}\n\n{trained}"
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
-    "layer": layer, "step": step, "kernels": kernels, "gemm": gemm, "attention": attention,
+    "layer": layer, "step": step, "kernels": kernels, "gemm": gemm, "attention": attention, "overlap": overlap,
+    "overlap_cpu": overlap_cpu,
 }  # fmt: skip
 
 

@@ -34,8 +34,9 @@ from ottava.checkpoint.manifest import (
 )
 from ottava.checkpoint.metadata import Chunk, Entry
 from ottava.checkpoint.names import MAX_JSON_BYTES, METADATA, STATE, directory_name, step_of
-from ottava.checkpoint.storage import Folder, Location, Stamp, Storage, folder_at
+from ottava.checkpoint.storage import Folder, Location, Storage, folder_at
 from ottava.checkpoint.team import Team
+from ottava.untrusted.stamps import Stamp
 
 _BLOCK_BYTES = 16 << 20  # read at once
 

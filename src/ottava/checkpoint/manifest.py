@@ -21,8 +21,9 @@ from ottava.checkpoint.names import (
     check_file_name,
     step_of,
 )
-from ottava.checkpoint.storage import Folder, Stamp, bytes_held, size_of, stamp_of
+from ottava.checkpoint.storage import Folder, size_of
 from ottava.exchange import travels
+from ottava.untrusted.stamps import Stamp, bytes_held, stamp_of
 
 SCHEMA = "ottava-checkpoint"
 VERSION = 1

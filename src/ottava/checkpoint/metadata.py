@@ -1,11 +1,10 @@
 """`.metadata`: DCP's index of a checkpoint, which says where each box of each tensor lies.
 
-It is a pickle. Writing uses DCP's classes; reading uses none of them ([Note: inert records]).
+It is a pickle. Writing uses DCP's classes; reading uses none of them (untrusted/inert_pickle.py).
 """
 
 from __future__ import annotations
 
-import io
 import math
 import pickle
 from collections.abc import Iterable, Mapping
@@ -19,7 +18,9 @@ from ottava.checkpoint.boxes import Box, Index, tiling_problem
 from ottava.checkpoint.errors import InvalidCheckpoint, shown
 from ottava.checkpoint.flat import Path
 from ottava.checkpoint.names import METADATA, SHARD_SUFFIX, check_file_name
-from ottava.checkpoint.storage import Folder, bytes_held, size_of
+from ottava.checkpoint.storage import Folder, size_of
+from ottava.untrusted.inert_pickle import Record, Refused, Table, read_pickle
+from ottava.untrusted.stamps import bytes_held
 
 FREE_BYTES = 2 << 20
 """That `.metadata` may have in any case: some 10,000 boxes."""
@@ -87,9 +88,9 @@ def size_limit(folder: Folder, files: Iterable[str]) -> int:
 def decode(data: bytes, sizes: Mapping[str, int]) -> dict[str, Entry]:
     """The stored tensors by name. sizes: bytes of each file of the checkpoint, from its manifest."""
     try:
-        root = _Reader(data).load()
-    except InvalidCheckpoint:
-        raise
+        root = read_pickle(data)
+    except Refused as error:
+        raise _bad(str(error)) from None
     except Exception as error:  # whatever a damaged file makes the unpickler do; it cannot do much
         raise _bad(f"is damaged: {type(error).__name__}: {str(error)[:120]}") from error
     fields = _fields(root, "Metadata")
@@ -97,7 +98,7 @@ def decode(data: bytes, sizes: Mapping[str, int]) -> dict[str, Entry]:
     entries = {}
     for name, record in _expect(fields.get("state_dict_metadata"), dict, "state_dict_metadata").items():
         _expect(name, str, "the name of an entry")
-        if isinstance(record, _Record) and record.kind == "BytesStorageMetadata":
+        if isinstance(record, Record) and record.kind == "BytesStorageMetadata":
             raise _bad(
                 f"entry {shown(name)} is a pickled object: checkpoints of Ottava have tensors alone, and nothing is unpickled."
             )
@@ -113,22 +114,22 @@ def _bad(reason: str) -> InvalidCheckpoint:
 
 
 def _expect(value: Any, kind: type, what: str) -> Any:
-    if type(value) is not (_Keyed if kind is dict else kind):
+    if type(value) is not (Table if kind is dict else kind):
         raise _bad(f"{what} is a {type(value).__name__}, expected a {kind.__name__}.")
     return value
 
 
 def _fields(record: Any, kind: str) -> dict[str, Any]:
-    if not isinstance(record, _Record) or record.kind != kind:
+    if not isinstance(record, Record) or record.kind != kind:
         raise _bad(
-            f"expected a {kind}, found a {record.kind if isinstance(record, _Record) else type(record).__name__}."
+            f"expected a {kind}, found a {record.kind if isinstance(record, Record) else type(record).__name__}."
         )
     return _expect(record.state, dict, f"the state of a {kind}")
 
 
 def _index(value: Any, what: str) -> Index:
     """The numbers of a torch.Size."""
-    if isinstance(value, _Record) and value.kind == "Size" and len(value.args) == 1:
+    if isinstance(value, Record) and value.kind == "Size" and len(value.args) == 1:
         value = value.args[0]
     numbers = _expect(value, tuple, what)
     if not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers) or len(numbers) > 64:
@@ -159,7 +160,7 @@ def _places(storage: dict, sizes: Mapping[str, int]) -> dict[tuple[str, Index], 
 
 def _entry(name: str, fields: dict[str, Any], places: Mapping[tuple[str, Index], tuple[str, int, int]]) -> Entry:
     properties = fields.get("properties")
-    if not isinstance(properties, _Record) or properties.kind != "TensorProperties":
+    if not isinstance(properties, Record) or properties.kind != "TensorProperties":
         raise _bad(f"{shown(name)} has no properties.")
     dtype = properties.state[0] if isinstance(properties.state, tuple) and properties.state else None
     if not isinstance(dtype, torch.dtype):
@@ -179,108 +180,3 @@ def _entry(name: str, fields: dict[str, Any], places: Mapping[tuple[str, Index],
     if problem := tiling_problem(shape, [c.box for c in chunks]):
         raise _bad(f"{shown(name)}: {problem}.")
     return Entry(dtype, shape, tuple(chunks))
-
-
-# ------------------------------------------------------------------------------------------------------ inert records
-# [Note: inert records]
-# A pickle is a program for a small stack machine. This reader has only the instructions that DCP's files use, none of which
-# allocates by a number that a file states, and every class it may name becomes a `_Record`: a tuple of arguments and a state that
-# nobody calls. What the records say is then checked field by field. No class of torch is built or touched.
-
-_KINDS = {
-    "torch.distributed.checkpoint.metadata": {
-        *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata"),
-        *("MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size"},
-    "pathlib": {"PosixPath"},
-    "pathlib._local": {"PosixPath"},  # in Python 3.13
-    "builtins": {"getattr"},  # of an enum's class and a name: so Python before 3.11.4 writes its members
-}
-
-_INSTRUCTIONS = [
-    *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK),
-    *(pickle.MEMOIZE, pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET),
-    *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1),
-    *(pickle.BINUNICODE, pickle.SHORT_BINUNICODE),
-    *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
-    *(pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS, pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS),
-    *(pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.NEWOBJ, pickle.REDUCE, pickle.BUILD),
-]
-
-
-class _Record:
-    """What stands for an object of a named class."""
-
-    kind = ""
-    args: tuple[Any, ...]
-    state: Any
-    __slots__ = ("args", "state")
-
-    def __new__(cls, *args: Any) -> _Record:
-        record = super().__new__(cls)
-        record.args, record.state = args, None
-        return record
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
-class _Keyed(dict):
-    __slots__ = ()
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        if not isinstance(key, str | _Record):  # nested tuples are hashed for ever, or until the stack ends
-            raise _bad(f"has a {type(key).__name__} as a key.")
-        super().__setitem__(key, value)
-
-
-_CONTAINERS = [
-    *(pickle.MARK, pickle.EMPTY_LIST, pickle.EMPTY_DICT, pickle.NEWOBJ, pickle.REDUCE),
-    *(pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
-]
-_MEMORIES = [pickle.MEMOIZE, pickle.BINPUT, pickle.LONG_BINPUT]
-
-
-def _counted(load: Any) -> Any:
-    """An instruction of which a file may have as many as its size explains."""
-
-    def run(reader: Any) -> None:
-        reader.left -= 1
-        if reader.left < 0:
-            raise _bad("makes more objects than a checkpoint of its size has: it was not read further.")
-        load(reader)
-
-    return run
-
-
-class _Dispatch(dict):
-    def __missing__(self, code: int) -> Any:
-        raise _bad(f"has the pickle instruction {chr(code)!r}, which no checkpoint needs: it was not read further.")
-
-
-class _Reader(pickle._Unpickler):
-    """The standard library's unpickler in Python (the one in C can be made to allocate by one instruction)."""
-
-    dispatch = _Dispatch({code[0]: pickle._Unpickler.dispatch[code[0]] for code in _INSTRUCTIONS})
-    dispatch[pickle.EMPTY_DICT[0]] = lambda self: self.append(_Keyed())
-    for code in (*_CONTAINERS, *_MEMORIES):
-        dispatch[code[0]] = _counted(dispatch[code[0]])
-
-    def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data))
-        self._kinds: dict[tuple[str, str], type[_Record]] = {}
-        # DCP's own files make one for every four bytes. Each takes up to 240 bytes of memory, and an instruction for it one byte.
-        self.left = 2000 + len(data) // 3
-
-    def find_class(self, module: str, name: str) -> Any:
-        """A record's class for what may be named; dtypes are themselves."""
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if name not in _KINDS.get(module, ()):
-            raise _bad(f"names {shown(f'{module}.{name}')}, which no checkpoint needs: it was not run.")
-        if (module, name) not in self._kinds:
-            self._kinds[module, name] = type("_Record", (_Record,), {"kind": name, "__slots__": ()})
-        return self._kinds[module, name]

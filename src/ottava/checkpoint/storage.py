@@ -9,7 +9,6 @@ a finished one becomes visible all at once differs:
 
 from __future__ import annotations
 
-import errno
 import os
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -103,35 +102,6 @@ def size_of(file: BinaryIO) -> int:
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     return size
-
-
-Stamp = tuple[object, ...]
-
-
-def stamp_of(file: BinaryIO) -> Stamp:
-    """What differs once an open file was written to, or another one was opened by its name. A checkpoint is hashed, then read: that
-    it was the same file all the time is known by this. (Of an object store it is what the store tells of an object.)"""
-    try:
-        found = os.fstat(file.fileno())
-    except (OSError, AttributeError):
-        details = getattr(file, "details", None) or {}
-        return tuple(
-            str(details.get(key)) for key in ("ETag", "etag", "generation", "LastModified", "mtime", "created")
-        )
-    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
-
-def bytes_held(file: BinaryIO) -> int:
-    """Bytes of an open file that are no holes: a file of terabytes may take one block of the disk."""
-    size = size_of(file)
-    try:
-        blocks = os.fstat(file.fileno()).st_blocks
-        if not blocks:  # nothing is there; or a file system that does not count says that all is
-            os.lseek(file.fileno(), 0, os.SEEK_DATA)
-            return size
-    except (OSError, AttributeError) as error:
-        return 0 if getattr(error, "errno", None) == errno.ENXIO else size
-    return min(size, 512 * blocks)
 
 
 def storage_at(root: Location) -> Storage:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ottava.checkpoint.boxes import Box, Index
 from ottava.checkpoint.files import About, check_shards, entries_of, seal, write_shard
 from ottava.checkpoint.flat import Path
-from ottava.checkpoint.names import shard_name
+from ottava.checkpoint.names import directory_name, shard_name
 from ottava.checkpoint.storage import Location, Storage
 
 
@@ -32,6 +32,8 @@ def write_streams(
     """Writes a checkpoint in `shards` files and commits it. state: from `files.encode_state`. One box is in memory at a time."""
     if shards < 1 or block_bytes < 1:
         raise ValueError(f"shards={shards}, block_bytes={block_bytes}: expected numbers from 1.")
+    if (there := storage.folder(directory_name(about.step))).exists():
+        raise ValueError(f"{there.path} exists, and is not replaced: choose another target, or another step.")
     items = [
         [(n, box) for n, stream in streams.items() for box in _boxes(stream, i, shards, block_bytes)]
         for i in range(shards)

@@ -49,11 +49,11 @@ class Team:
         scatter: `combine` returns a list, and each rank gets its own element. Any exception in any rank becomes one in all:
         ValueError where it is the caller's mistake, CheckpointError otherwise; its message begins with `what`.
         """
-        parts = self._gather(what, self._work(work, self.rank))
+        parts = self._gather(what, self._work(lambda: self._sendable(work()), self.rank))
         verdicts: list[Any] = []  # (passed, result or failures): one for each rank with scatter, else one
         if self.rank == 0:
             failures = [p for p in parts if isinstance(p, Failure)]
-            combined: Any = None if failures else self._work(lambda: combine(parts), rank=None)
+            combined: Any = None if failures else self._work(lambda: self._sendable(combine(parts)), rank=None)
             if isinstance(combined, Failure):
                 failures = [combined]
             if failures:
@@ -73,6 +73,12 @@ class Team:
             return work()
         except Exception as error:
             return Failure.of(rank, error)
+
+    def _sendable(self, value: Part) -> Part:
+        """`value`. What cannot be sent fails here, where all ranks learn of it, and not in a message that the others wait for."""
+        if self.size > 1:
+            exchange.encode(value)
+        return value
 
     # ------------------------------------------------------------------------------------------------------ messages
 

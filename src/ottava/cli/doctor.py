@@ -16,6 +16,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeout", type=float, default=20.0, help="seconds until a silent rank is missing (default 20)"
     )
     parser.add_argument("--nccl-log", help="a log made with NCCL_DEBUG=INFO, to see what NCCL chose")
+    parser.add_argument(
+        "--config", help="of the run, TOML or preset: does it suit these machines (default: the run folder's own)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=_doctor)
 
@@ -24,8 +27,17 @@ def _doctor(options: argparse.Namespace) -> int:
     from ottava.doctor import Options, examine
     from ottava.train.world import Place
 
-    place = Place.from_torchrun()
-    asked = Options(options.folder, options.space_gib, options.timeout, nccl_log=options.nccl_log)
+    try:
+        place = Place.from_torchrun()
+    except ValueError as error:
+        print(
+            f"ottava doctor: RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE are whole numbers: {error}",
+            file=sys.stderr,
+        )
+        return 2
+    asked = Options(
+        options.folder, options.space_gib, options.timeout, nccl_log=options.nccl_log, config=options.config
+    )
     report = examine(asked, place)
     alone_missing = any(f.check == "ranks" and f.status == "problem" for f in report.findings)
     if place is None or place.rank == 0 or (alone_missing and place.rank != 0):

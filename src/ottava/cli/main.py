@@ -13,6 +13,7 @@ COMMANDS = {
     "train": "train a language model; `ottava train --help` explains every option",
     "plan": "what fits on how many GPUs, how fast, and the configuration of the best",
     "doctor": "are these machines sound? on one machine, or under a launcher on all ranks",
+    "launch": "start a run on this machine, over ssh, or on Slurm, Ray or Kubernetes",
     "status": "how a run is doing: steps, speed, time left, last checkpoint, errors",
     "logs": "logs of a run's ranks, the first error first",
     "explain": "the story of a run's bad steps: which tensor, which rank, what was done",

@@ -43,11 +43,11 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _find(options: argparse.Namespace) -> int:
-    from ottava.bench.shapes import override
     from ottava.plan import show
     from ottava.plan.cluster import Cluster
     from ottava.plan.planner import plan_run
     from ottava.train.arguments import parse, to_toml
+    from ottava.train.override import override
 
     if options.config is None or options.gpus is None:
         raise ValueError("it needs a configuration and --gpus: ottava plan llama3-8b --gpus 64.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 VERSION = "2.20+ottava"
 """The release whose names and defaults Ottava follows; scripts compare versions."""
 
-_MODULES = ("ottava", "ottava.compat.support")
+_MODULES = ("ottava", "ottava.compat.support", "ottava.overlap.user_buffers")
 _QUANTIZERS = "ottava.compat.quantizers"
 _QUANTIZATION = ("ottava.compat.support", "ottava", "ottava.recipe", _QUANTIZERS)
 _TENSORS = ("ottava.compat.tensors", _QUANTIZERS)
@@ -22,6 +22,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "transformer_engine.pytorch.attention.multi_head_attention": _ATTENTION,
     "transformer_engine.pytorch.attention.rope": _ATTENTION,
     "transformer_engine.pytorch.constants": (_QUANTIZERS,),
+    "transformer_engine.pytorch.cpp_extensions": ("ottava.compat.cpp_extensions",),
     "transformer_engine.pytorch.custom_recipes": (),
     "transformer_engine.pytorch.custom_recipes.quantizer_factories": (_QUANTIZERS,),
     "transformer_engine.pytorch.distributed": ("ottava.distributed", "ottava"),

@@ -11,6 +11,7 @@ from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 
 from ottava.compat.cuda import answer_for_cpu
+from ottava.compat.process_groups import make_groups_of_gloo
 from ottava.compat.seeds import follow_seeds
 from ottava.compat.stand_in import install
 
@@ -60,6 +61,7 @@ def run_script(path: str, arguments: list[str]) -> int:
     sys.argv[:] = [path, *arguments]
     install()
     answer_for_cpu()
+    make_groups_of_gloo()
     follow_seeds()
     if os.path.isdir(path) or path.endswith((".zip", ".pyz")):
         return _guarded(lambda: runpy.run_path(path, run_name="__main__"))
@@ -72,6 +74,7 @@ def run_module(name: str, arguments: list[str]) -> int:
     """Runs the module `name` as `__main__`, as `python -m` does."""
     install()
     answer_for_cpu()
+    make_groups_of_gloo()
     follow_seeds()
     sys.argv[:] = ["-m", *arguments]
     try:

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 from ottava.distributed.plan import Meshes, ParallelPlan
 from ottava.distributed.recompute import apply_recompute, checkpoint
 from ottava.distributed.tensor_parallel import Column, Row, split_tensors
-from ottava.distributed.user_buffers import destroy_ub, initialize_ub
 from ottava.nn.random_streams import CudaRNGStatesTracker, model_parallel_seed, use_tracker
+from ottava.overlap.user_buffers import destroy_ub, initialize_ub
 
 if TYPE_CHECKING:
     from ottava.distributed.fsdp import attach, refresh, shard_model

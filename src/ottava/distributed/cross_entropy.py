@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from ottava.distributed import collectives
-from ottava.distributed.collectives import process_group, rank_of, readable, size_of
 from ottava.kernels import cross_entropy as arithmetic
 from ottava.kernels.head_loss import Terms, columns_of
+from ottava.overlap import collectives
+from ottava.overlap.collectives import process_group, rank_of, readable, size_of
 
 ops = torch.ops.ottava
 

@@ -28,12 +28,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ottava import torch_private
-from ottava.distributed.collectives import FixedOrderReduceScatter
 from ottava.distributed.recompute import layers_of
 from ottava.nn.base import QuantizedModule
 from ottava.nn.precision import multiply_in
 from ottava.nn.strategy import like_dtensor
 from ottava.notices import warn_once
+from ottava.overlap.collectives import FixedOrderReduceScatter
 from ottava.quant.quantization import Quantization
 from ottava.quant.scheme import Scheme, weight_scheme
 from ottava.quant.state import CURRENT

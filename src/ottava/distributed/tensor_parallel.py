@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ottava import torch_private
-from ottava.distributed import collectives
 from ottava.nn import DotProductAttention, MultiheadAttention, TransformerLayer
 from ottava.nn import strategy as nn_strategy
 from ottava.nn.base import QuantizedModule
@@ -25,6 +24,7 @@ from ottava.nn.options import OverlapOptions, ParallelOptions
 from ottava.nn.product import Product
 from ottava.nn.strategy import ALONE, Layout, Operands, Strategy, add_by_group
 from ottava.notices import warn_once
+from ottava.overlap import collectives, opaque
 from ottava.overlap.bulk import parts_of_ranks
 from ottava.overlap.engine import Engine
 from ottava.overlap.schedule import Schedule
@@ -49,6 +49,8 @@ class _TensorParallel(Strategy):
         self.shares_weight_amax = True
         self.schedule = schedule
         self.engine = Engine(group, schedule) if sequence_parallel and schedule.active else None
+        self.handle = opaque.register(self)
+        """What ops of a compiled block call this strategy."""
 
     def share_amax(self, amax: Tensor) -> Tensor:
         """MAX over the ranks, of each element."""
@@ -56,7 +58,13 @@ class _TensorParallel(Strategy):
 
     def gather(self, x: Tensor, dim: int = 0) -> Tensor:
         """The ranks' tensors behind one another along `dim`."""
+        if torch.compiler.is_compiling():
+            return opaque.gather_one(self.handle, x, dim)
         return collectives.all_gather(x, self.group, dim)
+
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
+        """The sum of x over the ranks, on all of them."""
+        return collectives.all_reduce(x.reshape(1, -1), self.group).view_as(x)
 
     def begin_reduce(
         self, y: Tensor, rows: list[int], bias: Tensor | None = None, bulk: bool = False
@@ -80,6 +88,8 @@ class _TensorParallel(Strategy):
 
     def gather_tokens(self, operand: Operand) -> Operand:
         """The operand of all ranks' tokens: bytes, and the scales where they belong to tokens."""
+        if torch.compiler.is_compiling():
+            return opaque.gather(self.handle, [operand])()[0]
         return self._begin_gather_one(operand)()
 
     def _begin_gather_one(self, operand: Operand) -> Callable[[], Operand]:
@@ -93,6 +103,8 @@ class _TensorParallel(Strategy):
 
     def begin_gather_tokens(self, operands: Operands) -> Callable[[], Operands]:
         """`gather_tokens` of each; in bulk they travel until the function returned is called."""
+        if torch.compiler.is_compiling():
+            return opaque.gather(self.handle, operands)
         begun = None if self.engine is None else self.engine.begin_gather(operands)
         if begun is not None:
             return begun
@@ -103,7 +115,7 @@ class _TensorParallel(Strategy):
 
     def replicated(self, parameter: Tensor) -> Tensor:
         """`parameter`, whose gradient is summed over the ranks."""
-        return _SummedGradient.apply(parameter, self.group)
+        return _SummedGradient.apply(parameter, self)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank {self.rank} of {self.size}, sequence_parallel={self.spreads_tokens})"
@@ -123,6 +135,8 @@ class Column(_TensorParallel):
 
     def fprop(self, operands: Operands, multiply: Product, biases: list[Tensor]) -> Tensor:
         """Gathers tokens and multiplies, one under the other where there is an engine."""
+        if torch.compiler.is_compiling() and self.spreads_tokens:
+            return opaque.fprop(self.handle, operands, multiply, biases)
         if self.engine is not None:
             done = self.engine.gather_multiply(operands, lambda part: multiply(part, biases), multiply.features)
             if done is not None:
@@ -134,7 +148,11 @@ class Column(_TensorParallel):
     ) -> tuple[Callable[[], Tensor], Operands]:
         """Multiplies, and sums over ranks: meanwhile, or under what comes next."""
         under()
+        if torch.compiler.is_compiling():
+            rows = sum(_rows(grads))
+            return opaque.dgrad(self, grads, multiply, rows // self.size if self.spreads_tokens else rows)
         if self.engine is not None and multiply.cuttable:
+            multiply = multiply.ready()
             begun = self.engine.multiply_scatter(grads, multiply, multiply.features, multiply.dtype, dgrad=True)
             if begun is not None:
                 return lambda: begun(None), grads
@@ -170,6 +188,8 @@ class Row(_TensorParallel):
     def fprop(self, operands: Operands, multiply: Product, biases: list[Tensor]) -> Tensor:
         """Multiplies and sums over ranks, one under the other where there is an engine."""
         rows = _rows(operands)
+        if torch.compiler.is_compiling():
+            return opaque.fprop(self.handle, operands, multiply, biases)
         if self.engine is not None:
             _check_tokens(rows, self.size)
             begun = self.engine.multiply_scatter(operands, multiply, multiply.features, multiply.dtype)
@@ -187,7 +207,11 @@ class Row(_TensorParallel):
         self, grads: Operands, multiply: Product, under: Callable[[], None] = _nothing
     ) -> tuple[Callable[[], Tensor], Operands]:
         """Gathers tokens and multiplies, one under the other where there is an engine."""
+        if torch.compiler.is_compiling() and self.spreads_tokens:
+            under()
+            return opaque.dgrad(self, grads, multiply, self.size * sum(_rows(grads)))
         if self.engine is not None:
+            multiply = multiply.ready()
             done = self.engine.gather_multiply(grads, multiply, multiply.features, under)
             if done is not None:
                 dx, whole = done
@@ -224,16 +248,18 @@ def _check_tokens(rows: list[int], size: int) -> None:
 
 
 class _SummedGradient(torch.autograd.Function):
-    """The identity; gradients are summed over the group."""
+    """The identity; gradients are summed over the strategy's ranks."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, group: Any) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, parameter: Tensor, strategy: _TensorParallel) -> Tensor:
+        ctx.strategy = strategy
         return parameter.view_as(parameter)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return collectives.all_reduce(grad.reshape(1, -1), ctx.group).view_as(grad), None
+        if torch.compiler.is_compiling():
+            return opaque.sum_over_ranks(ctx.strategy.handle, grad), None
+        return ctx.strategy.sum_over_ranks(grad), None
 
 
 class _Backend:

@@ -19,7 +19,11 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from ottava.distributed.collectives import (
+from ottava.distributed.cross_entropy import vocab_parallel_cross_entropy
+from ottava.nn.base import InitMethod, default_device
+from ottava.nn.initialize import InitSlice, ZeroRows, as_method, draw_
+from ottava.nn.strategy import Layout
+from ottava.overlap.collectives import (
     all_gather,
     all_reduce,
     process_group,
@@ -28,10 +32,6 @@ from ottava.distributed.collectives import (
     reduce_scatter,
     size_of,
 )
-from ottava.distributed.cross_entropy import vocab_parallel_cross_entropy
-from ottava.nn.base import InitMethod, default_device
-from ottava.nn.initialize import InitSlice, ZeroRows, as_method, draw_
-from ottava.nn.strategy import Layout
 from ottava.quant.quantizer import check_float
 
 ops = torch.ops.ottava

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ottava.distributed.collectives import all_gather
 from ottava.nn.initialize import WRAPPERS
 from ottava.nn.strategy import REPLICATED, Layout
+from ottava.overlap.collectives import all_gather
 from ottava.quant.tensor import QuantizedTensor
 
 __all__ = ["clean_name", "layout_of", "whole_state"]

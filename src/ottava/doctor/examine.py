@@ -7,7 +7,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ottava.detect.fabric import should_carry
+from ottava.detect.machine import Machine
 from ottava.doctor import (
+    cards,
     clock,
     disk,
     environment,
@@ -42,12 +45,14 @@ ALONE: tuple[Check, ...] = (
     disk.CHECK,
     network.CHECK,
     environment.CHECK,
+    cards.CHECK,
     pcie.CHECK,
 )
 """What a rank measures by itself."""
 BUSY = 2.0
 """Processes that wait for a core, besides the ranks: above, nobody can say which rank is slow. GPUs are not shared."""
-SPEED_TURNS, LINK_TURNS = 3, 2
+SPEED_TURNS, LINK_TURNS = 5, 3
+"""Times that what looks slow is measured, before it is called slow."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,8 @@ class Options:
     """Of each measurement of speed."""
     nccl_log: str | None = None
     """A log of NCCL to read instead of one that is made here."""
+    config: str | None = None
+    """Of the run: a TOML file or a preset. None: the run's own, if the folder has one."""
 
 
 def examine(options: Options, place: Place | None = None) -> Report:
@@ -103,6 +110,21 @@ def _all_checks(options: Options, team: Team, found: list[Finding]) -> None:
     if device.type == "cpu" and max(loads) > BUSY + team.place.local_size:
         measured = [_doubted(f, max(loads)) for f in measured]
     found += measured
+    sound = any(f.check == "links" and f.status == "ok" for f in measured)
+    machine = Machine(team.place.local_size, max(team.size // team.place.local_size, 1))
+    seen = _plan(options, machine, sound) if team.rank == 0 else []
+    found += [Finding(**finding) for finding in team.share("plan", [asdict(finding) for finding in seen])]
+
+
+def _plan(options: Options, machine: Machine, sound_links: bool) -> list[Finding]:
+    from ottava.doctor.run_plan import (
+        look,  # here: it reads configurations, which needs packages that a bare torch has not
+    )
+
+    try:
+        return look(Path(options.run).expanduser(), options.config, machine, sound_links)
+    except ModuleNotFoundError as error:
+        return [Finding("plan", "not here", f"needs more packages: pip install 'ottava[train]' ({error})")]
 
 
 def _doubted(finding: Finding, load: float) -> Finding:
@@ -203,7 +225,11 @@ def _in_group(team: Team, device: torch.device, backend: str, timeout: float, tu
         timeout=timedelta(seconds=timeout),
     )
     try:
-        return links.measure(device, team.rank, team.size)
+        facts = links.measure(device, team.rank, team.size)
+        facts["interface"] = network.interface_towards(os.environ.get("MASTER_ADDR", "localhost"))
+        if device.type == "cuda" and "nccl" in backend:
+            facts["should"] = should_carry(range(team.size), team.place.local_size)
+        return facts
     finally:
         dist.destroy_process_group()
 

@@ -6,7 +6,7 @@ import csv
 import io
 from typing import Any
 
-from ottava.doctor.command import run_command
+from ottava.detect.command import run_command
 from ottava.doctor.finding import Check, Facts, Finding
 
 FIELDS = (

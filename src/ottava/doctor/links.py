@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ottava.detect.fabric import SHOULD
 from ottava.doctor.finding import Facts, Finding, listed
 
 # torch 2.13 has new names for two collectives and warns about the old ones, which 2.11 has alone.
@@ -24,6 +25,9 @@ ROUNDS = 4
 """Of each, the best counts, after one that does not."""
 SLOW = {"cpu": 0.2, "cuda": 0.6}
 """Of what other pairs reach: on a CPU all ranks share the cores that copy."""
+LEAST = 0.04
+"""Of what an interface carries: TCP reaches a tenth of a fast one and nearly all of a slow one, so less is a fault. Where there is one
+pair, there is no other to compare it with."""
 ALL_PAIRS = 8
 """Ranks up to which every pair is measured; beyond, partners at distances of 1, 2, 4, ..."""
 
@@ -109,7 +113,8 @@ def better(known: Facts, new: Facts) -> Facts:
 
 
 def judge(facts: list[Facts], names: list[str], hosts: list[str]) -> list[Finding]:
-    """Pairs that are far slower than others of their kind (inside a machine, between machines), or a rank all of whose pairs are."""
+    """Pairs that are far slower than others of their kind (inside a machine, between machines) or than their interface, or a rank all of
+    whose pairs are; collectives that are far slower than the links ("should", bytes a second, if known)."""
     pairs: dict[tuple[int, int], float] = {}
     for rank, fact in enumerate(facts):
         for peer, rate in fact["pairs"]:
@@ -121,6 +126,9 @@ def judge(facts: list[Facts], names: list[str], hosts: list[str]) -> list[Findin
         found += _slow_pairs(
             kind, SLOW[facts[0]["device"]], names, "inside a machine" if inside else "between machines"
         )
+    told = {rank for finding in found for rank in finding.ranks}
+    found += [f for f in _below_interface(pairs, facts, names) if not set(f.ranks) & told]
+    found += _below_hardware(facts)
     rates = {name: min(f["collectives"][name] for f in facts) for name in facts[0]["collectives"]}
     shown = ", ".join(f"{name} {rate / 1e9:.3g}" for name, rate in rates.items())
     slowest = f"; pairs {min(pairs.values()) / 1e9:.3g} to {max(pairs.values()) / 1e9:.3g}" if pairs else ""
@@ -150,3 +158,26 @@ def _slow_pairs(kind: dict[tuple[int, int], float], share: float, names: list[st
         )
         found.append(Finding("links", "problem", message, (a, b)))
     return found
+
+
+def _below_interface(pairs: dict[tuple[int, int], float], facts: list[Facts], names: list[str]) -> list[Finding]:
+    found = []
+    for (a, b), rate in sorted(pairs.items()):
+        ends = [facts[rank].get("interface") for rank in (a, b)]
+        if None in ends or ends[0]["address"] == ends[1]["address"]:  # type: ignore[index]
+            continue  # not known, or through the machine's own memory
+        known = [(end["rate"], end["name"]) for end in ends if end and end["rate"] is not None]
+        if known and rate < LEAST * min(known)[0]:
+            carries, name = min(known)
+            message = f"{listed([names[a], names[b]])}: {rate / 1e9:.3g} GB/s, and {name} carries {carries / 1e9:.3g}"
+            found.append(Finding("links", "problem", message, (a, b)))
+    return found
+
+
+def _below_hardware(facts: list[Facts]) -> list[Finding]:
+    should = min((f["should"] for f in facts if f.get("should")), default=None)
+    slowest = min(f["collectives"]["all-reduce"] for f in facts)
+    if should is None or slowest >= SHOULD * should:
+        return []
+    message = f"all-reduce at {slowest / 1e9:.3g} GB/s, and the links of all ranks carry {should / 1e9:.3g}"
+    return [Finding("links", "problem", message)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from ottava.doctor.finding import Finding
+from ottava.doctor.finding import Finding, listed
 
 KEPT_LINES = 200
 
@@ -26,6 +26,8 @@ class Choice:
     sockets: tuple[str, ...] = ()
     """Interfaces that NET/Socket lists."""
     version: str | None = None
+    socket_links: dict[tuple[int, int], str] = field(default_factory=dict)
+    """(from rank, to rank) of channels over sockets, and the machine whose line says so."""
 
 
 def choices(text: str) -> str:
@@ -54,6 +56,10 @@ def parse(text: str) -> Choice:
         if match := re.search(r"via (P2P|SHM|NET/[A-Za-z_]+)", line):
             choice.transports.add(match[1])
             choice.gpu_direct |= "GDRDMA" in line
+            link = re.search(r"(\d+)\[\w+\] -> (\d+)\[\w+\].* via NET/Socket", line)
+            if link:
+                host = re.search(r"([\w.\-]+):\d+:\d+ \[", line)
+                choice.socket_links.setdefault((int(link[1]), int(link[2])), host[1] if host else "a machine")
         if "NVLS" in line and re.search(
             r"NVLS (multicast support is available|comm|head|Head)|[1-9]\d* nvls channels", line
         ):
@@ -79,8 +85,9 @@ def judge(choice: Choice, machines: int) -> list[Finding]:
             Finding(
                 "NCCL",
                 "problem",
-                f"machines talk over TCP sockets{where}, not InfiniBand or RoCE: look at NCCL_IB_DISABLE, NCCL_IB_HCA, the network "
-                "plugin, and whether the container sees /dev/infiniband",
+                f"{_links(choice)}machines talk over TCP sockets{where}, not InfiniBand or RoCE: look at NCCL_IB_DISABLE, NCCL_IB_HCA, "
+                "the network plugin, and whether the container sees /dev/infiniband",
+                tuple(sorted({rank for link in choice.socket_links for rank in link})),
             )
         )
     elif "NET/IB" in choice.transports and not choice.gpu_direct:
@@ -94,3 +101,9 @@ def judge(choice: Choice, machines: int) -> list[Finding]:
         words += ["GPUDirect RDMA"] * choice.gpu_direct + ["NVLS"] * choice.nvls + list(choice.cards)
         found.append(Finding("NCCL", "ok", ", ".join(words)))
     return found
+
+
+def _links(choice: Choice) -> str:
+    """Ranks that talk over sockets, by pair."""
+    pairs = [f"rank {a} to rank {b} (log of {host})" for (a, b), host in sorted(choice.socket_links.items())]
+    return f"{listed(pairs)}: " if pairs else ""

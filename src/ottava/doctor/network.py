@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import fcntl
 import os
 import socket
@@ -13,6 +14,7 @@ from ottava.doctor.finding import Check, Facts, Finding, listed
 
 CHOSEN = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
+_ETHTOOL, _GET_SETTINGS = 0x8946, 0x1  # SIOCETHTOOL, ETHTOOL_GSET
 
 
 def measure(options: Any) -> Facts:
@@ -42,6 +44,39 @@ def _address(interface: str) -> str | None:
         except OSError:
             return None
     return socket.inet_ntoa(answer[20:24])
+
+
+def interface_towards(host: str) -> Facts | None:
+    """{"name", "address", "rate"} of the interface that packets to `host` leave by; rate in bytes a second, None where it has none.
+
+    >>> interface_towards("node-0")
+    {'name': 'eth0', 'address': '10.0.0.7', 'rate': 12500000000.0}
+    """
+    address = _resolve(host)
+    if address is None or ":" in address:
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:  # nothing is sent
+        try:
+            asked.connect((address, 9))
+        except OSError:
+            return None
+        own = asked.getsockname()[0]
+    name = next((name for _, name in socket.if_nameindex() if _address(name) == own), None)
+    return None if name is None else {"name": name, "address": own, "rate": _rate(name)}
+
+
+def _rate(interface: str) -> float | None:
+    """What its driver says it carries, in bytes a second. Asked of the driver: /sys may belong to another network namespace."""
+    command = array.array("B", struct.pack("I40x", _GET_SETTINGS))
+    request = struct.pack("16sP", interface.encode()[:15], command.buffer_info()[0])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        try:
+            fcntl.ioctl(asked.fileno(), _ETHTOOL, request)
+        except OSError:
+            return None
+    low, high = struct.unpack_from("H", command, 12)[0], struct.unpack_from("H", command, 28)[0]
+    megabits = high << 16 | low
+    return None if megabits in (0, 0xFFFF, 0xFFFFFFFF) else megabits / 8 * 1e6
 
 
 def _is_up(interface: str) -> bool:

@@ -8,19 +8,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ottava.detect.exposed import SHARE
 from ottava.doctor.run_logs import first_error
-from ottava.train.files import read_json, read_toml
+from ottava.train.communication import GATHER_EVERY
 from ottava.train.metrics import FILE, read_metrics
 from ottava.train.run_folder import CONFIG_FILE, SUMMARY_FILE
 from ottava.train.summary import table
+from ottava.untrusted.files import read_json, read_toml
 
 RECENT = 50
 """Steps over which rates are taken."""
 LONG = 10.0
 """Times the usual step: without a step for this long, a run is not running, or stalls."""
 LEAST_PAUSE_S = 60.0
-EXPOSED = 0.2
-"""Of a step: communication above this is worth a word."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class RunStatus:
 
     run: str
     state: str
-    """What summary.json says of a run that has ended; else "running", "silent" or "starting"."""
+    """What summary.json says of a run that has ended; else "running", "failed" (an error came after the last step), "silent" or
+    "starting"."""
     step: int = 0
     steps: int | None = None
     tokens: int | None = None
@@ -49,6 +50,8 @@ class RunStatus:
     restarts: int = 0
     events: tuple[str, ...] = ()
     """The last few."""
+    stragglers: tuple[str, ...] = ()
+    """Ranks whose own work has taken far longer than the others', most times that it was looked at."""
     stalls: tuple[str, ...] = ()
     """What the watchdog of a rank said, once each."""
     error: str | None = None
@@ -74,11 +77,12 @@ class RunStatus:
             ("checkpoint", f"{self.checkpoint or ''} {_ago(self.checkpoint_age_s)}"),
             ("restarts", str(self.restarts) if self.restarts else ""),
             *(("event", event) for event in self.events),
+            *(("straggler", straggler) for straggler in self.stragglers),
             *(("stall", stall) for stall in self.stalls),
             ("error", self.error or ""),
         ]  # fmt: skip
         lines = [table([row for row in rows if row[1].strip()])]
-        if self.communication is not None and self.communication > EXPOSED:
+        if self.communication is not None and self.communication > SHARE:
             lines.append(
                 f"{self.communication:.0%} of a step is communication that nothing hides: if `ottava doctor` finds the links sound, take "
                 "shards inside the NVLink domain, more tokens a rank, or parallel.prefetch 2 (`ottava plan` compares)."
@@ -111,8 +115,10 @@ def run_status(folder: Path, now: float | None = None) -> RunStatus:
     running = silent < max(LONG * (usual or 0.0), LEAST_PAUSE_S)
     waits = _median(recent, "communication_s")
     events = [f"step {line['step']}: {line['event']}" for line in lines if line.get("event")]
+    failed = found is not None and found.time >= now - silent  # since the last step
+    quiet = "failed" if failed else f"silent for {spelled(silent)}: killed, or it stands still"
     return RunStatus(
-        state=ended or ("running" if running else f"silent for {spelled(silent)}: killed, or it stands still"),
+        state=ended or ("running" if running and not failed else quiet),
         step=last["step"],
         tokens=last.get("tokens"),
         loss=next((line["loss"] for line in reversed(lines) if line.get("loss") is not None), None),
@@ -122,10 +128,25 @@ def run_status(folder: Path, now: float | None = None) -> RunStatus:
         communication=waits / usual if waits is not None and usual else None,
         reserved_gib=last.get("peak_reserved_gib"),
         silent_s=None if ended else silent,
-        eta_s=(steps - last["step"]) * usual if steps and usual and running and not ended else None,
+        eta_s=(steps - last["step"]) * usual if steps and usual and running and not (ended or failed) else None,
         restarts=last.get("attempt", 0),
         events=tuple(events[-3:]),
+        stragglers=_stragglers(recent),
         **common,
+    )
+
+
+def _stragglers(lines: list[dict[str, Any]]) -> tuple[str, ...]:
+    """Told by name if they were slow in most of the looks that the last steps had, and in two at least."""
+    looks = sum(line["step"] % GATHER_EVERY == 0 for line in lines)
+    slow: dict[int, list[float]] = {}
+    for line in lines:
+        if line.get("slow_rank") is not None:
+            slow.setdefault(line["slow_rank"], []).append(line["slow_rank_times"])
+    return tuple(
+        f"rank {rank}: {statistics.median(times):.2g} times the others' work"
+        for rank, times in sorted(slow.items())
+        if len(times) >= max(looks / 2, 2)
     )
 
 

@@ -13,7 +13,7 @@ from ottava.doctor.finding import Facts, Finding, slower
 WINDOWS = 4
 """The best of these counts: a neighbour's burst is not this rank's fault, a slow core is slow in all of them."""
 SIZES = {"cpu": 256, "cuda": 8192}
-SLOW = {"cpu": 0.35, "cuda": 0.85}
+SLOW = {"cpu": 0.5, "cuda": 0.85}
 """Of the usual rate: cores are shared, GPUs are not."""
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import ottava
-from ottava.doctor.command import run_command
+from ottava.detect.command import run_command
 from ottava.doctor.finding import Check, Facts, Finding, differing, listed
 
 

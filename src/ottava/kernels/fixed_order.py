@@ -5,7 +5,7 @@ most with a contraction of 700 or more, and many with a single row, changed in t
 One thread has one order, so the product itself runs on one thread; everything around it keeps all of them.
 
 [Note: sums by halves] A contraction of more than 64 is the sum of the contractions of its halves, and so on. Tensor-parallel ranks
-hold such halves (quarters, ...) and add their partial products in the same order (`distributed/collectives.py`): in float32 a layer
+hold such halves (quarters, ...) and add their partial products in the same order (`overlap/collectives.py`): in float32 a layer
 that is split over 2, 4 or 8 ranks gives the bits of one process. FP8 makes this worth having: a difference in the last bit of one
 number moves another number by a whole FP8 step, and after a few training steps an error can no longer be told from a rounding.
 

@@ -313,7 +313,7 @@ def _cublas_blockwise(
     out = torch_private.scaled_mm(
         a.view(pair.a_dtype),
         b.view(pair.b_dtype).t(),
-        a_scale if a_scale.stride(0) == 1 else a_scale.t().contiguous().t(),  # always 1x128: `emulated_because`
+        _rows_packed(a_scale),  # always 1x128: `emulated_because`
         _BLOCK_TYPES[1, 128],
         _cublas_scale(b_scale, pair.b),
         _BLOCK_TYPES[pair.b_block],
@@ -324,13 +324,19 @@ def _cublas_blockwise(
     return out if bias is None else (out + bias.float()).to(out_dtype)
 
 
+def _rows_packed(scale: Tensor) -> Tensor:
+    """[rows, k/128] with the row index fastest and nothing between columns, as some rows of a larger operand have."""
+    packed = scale.stride(0) == 1 and (scale.stride(1) == scale.shape[0] or scale.shape[1] == 1)
+    return scale if packed else scale.t().contiguous().t()
+
+
 def _cublas_scale(scale: Tensor, scheme: Scheme) -> Tensor:
     """1x128 scales as [rows, k/128] with the row index fastest (the kernels write them so).
 
     128x128 scales (only of B) as [k/128 rounded up to 4, rows/128] with k fastest.
     """
     if scheme.block == (1, 128):
-        return scale if scale.stride(0) == 1 else scale.t().contiguous().t()
+        return _rows_packed(scale)
     return pad(scale, (0, -scale.shape[1] % 4)).t()
 
 

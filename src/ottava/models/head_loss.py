@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from ottava.distributed.collectives import all_gather, all_reduce_max, readable, size_of
 from ottava.distributed.vocabulary import VocabParallelHead, sum_over_ranks
 from ottava.kernels import tally
 from ottava.kernels.cast import Buffers, operand_amax
 from ottava.kernels.cross_entropy import check_loss, check_targets, fixed_sum
 from ottava.kernels.head_loss import Terms, add_product_
+from ottava.overlap.collectives import all_gather, all_reduce_max, readable, size_of
 from ottava.quant.quantization import Quantization
 from ottava.quant.scheme import Scheme
 from ottava.quant.state import CURRENT

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from ottava.checkpoint.manifest import check_stamp, json_object
 from ottava.checkpoint.names import MAX_JSON_BYTES, open_inside
-from ottava.checkpoint.storage import size_of, stamp_of
+from ottava.checkpoint.storage import size_of
+from ottava.untrusted.stamps import stamp_of
 
 DTYPES = {
     "F32": torch.float32,

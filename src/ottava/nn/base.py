@@ -107,6 +107,8 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
     """What is put before "input", "weight" and "grad" to name the operands of each stage."""
     tally = 0
     """See `Chain.tally`."""
+    handed: dict[str, Any] | None = None
+    """What a compiled forward takes instead of its weights: [Note: handed weights] in `traced_weights.py`."""
     plain = False
     """Whether the module multiplies unquantized, also inside of `autocast`. See `leave_unquantized`."""
 
@@ -145,6 +147,8 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
 
     def joined(self, names: list[str]) -> Tensor:
         """The parameters as one tensor: themselves, a view over their common memory, or a concatenation."""
+        if self.handed is not None and names[0] in self.handed and torch.compiler.is_compiling():
+            return self.handed[names[0]].leaf
         if len(names) == 1:
             one = self._parameters.get(names[0])  # past `__getattr__`, which is Python
             return one if type(one) is nn.Parameter else local(getattr(self, names[0]))
@@ -241,7 +245,7 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
                 self._last_chain = _KeptChain(recipe, delayed, (calibrating, record, key), chain)
         else:
             chain = last.chain
-        if record:
+        if record and not (compiling and self.handed is not None):  # whoever handed the weights has marked it
             state.mark_for_update(recipe, group)
         return chain, scale
 
@@ -274,9 +278,13 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
                     for stage, gated in zip(stages, self._gated_stages, strict=True)
                 ]
         described, calibrate = tuple(stages), calibrating and record
-        straight = not (calibrate or torch.compiler.is_compiling()) and direct(described, self.groups)
-        slots = 0 if torch.compiler.is_compiling() else self.tally
-        return Chain(described, record, calibrate, self.delayed.id, self.groups, straight, slots)
+        compiling = torch.compiler.is_compiling()
+        straight = not (calibrate or compiling) and direct(described, self.groups)
+        # An id in the compiled code would make it this module's alone.
+        shared = compiling and (self.handed is not None or not any(stage.delayed for stage in stages))
+        owner = 0 if shared else self.delayed.id
+        slots = 0 if compiling else self.tally
+        return Chain(described, record, calibrate, owner, self.groups, straight, slots)
 
     def count_from(self, slot: int) -> int:
         """Counts what is not finite from `slot` on (see `Chain.tally`); returns the first slot after those of this module."""
@@ -317,6 +325,8 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
         """(data, scale_inv, amax) rowwise, then columnwise (Nones if no backward will need it)."""
         stage = chain.stages[index]
         assert stage.weight is not None
+        if self.handed is not None and torch.compiler.is_compiling():
+            return self.handed[self.gemm_weights[index][0]].operands
         stored = weight if isinstance(weight, QuantizedTensor) else None
         if is_first_microbatch is False and stored is None:
             stored = self._weight_cache.get(index)
@@ -326,7 +336,7 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
                 )
         if stored is not None:
             self._check_same_scheme(stored, stage.weight)
-            return _operands(stored)
+            return operands_of(stored)
         # A copy that is kept may serve a later forward that does have a backward. Bytes that can be transposed are, by that backward.
         wanted = stage.backward == "quantized" and (torch.is_grad_enabled() or bool(is_first_microbatch))
         weight_scale = scale[3 * index + 1 : 3 * index + 2] if stage.delayed else None  # type: ignore[index]
@@ -438,7 +448,8 @@ def _check_shared_scales(quantization: Quantization, stages: list[Stage]) -> Non
         )
 
 
-def _operands(q: QuantizedTensor) -> tuple[Tensor | None, ...]:
+def operands_of(q: QuantizedTensor) -> tuple[Tensor | None, ...]:
+    """(data, scale_inv, amax) rowwise, then columnwise (Nones where backward transposes)."""
     columnwise = q.operand("columnwise") if q.has_columnwise else (None, None, None)
     return *q.operand("rowwise"), *columnwise
 

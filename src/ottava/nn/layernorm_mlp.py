@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ottava import torch_private
 from ottava.nn.base import InitMethod, QuantizedModule, default_device
 from ottava.nn.core import gated, run_chain
 from ottava.nn.options import OverlapOptions, ParallelOptions, check_norm, check_recompute, refuse_delayed_wgrad
@@ -212,14 +213,14 @@ class LayerNormMLP(QuantizedModule):
             chain, x.reshape(-1, self.hidden_size), [fc1, fc2], self.state(scale), accumulators, residual=added
         )
         y, *more = out if isinstance(out, tuple) else (out,)
-        result: tuple[Any, ...] = (y.reshape(x.shape),)
+        result: tuple[Any, ...] = (torch_private.reshaped(y, x.shape),)
         if self.return_bias:
             result += (bias,)
         if self.return_layernorm_output:
             gathered = self.return_layernorm_output_gathered
             result += (more[0].reshape(self.output_shape(x.shape, self.hidden_size) if gathered else x.shape),)
         if residual is not None:
-            result += (more[-1].reshape(x.shape),)
+            result += (torch_private.reshaped(more[-1], x.shape),)
         return result if len(result) > 1 else result[0]
 
     def _fc1_bias(self) -> Tensor | None:

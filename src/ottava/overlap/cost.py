@@ -6,8 +6,8 @@
     p(m) = start + m * operations / rate,  t(c) = latency + c / bandwidth
 
 `start` is what every product costs whatever its size: its launch, and on a CPU that emulates FP8 the unpacking of the weight. It is why
-few tokens lose: a chunk saves at most the time of one message. The choice follows from sizes alone, never from a clock of one rank, so
-that all ranks make the same one.
+few tokens lose: a chunk saves at most the time of one message. The choice follows from sizes, and on a CPU from a link that all ranks
+have measured and agreed on; never from a clock of one rank, so that all ranks make the same one.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ottava.overlap.pipeline import pieces_of
+from ottava.overlap.transport import Link
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,15 @@ CPU = Machine(45e9, 45e9, 1.1e9, 1.2e-4, 1.0e-4, 1.6e-9)
 HOPPER = Machine(6.5e14, 1.1e15, 4e11, 8e-6, 6e-6)
 
 
-def machine_of(device_type: str) -> Machine:
-    """The rates that the engine reckons with."""
-    return HOPPER if device_type == "cuda" else CPU
+WORTH = 0.995  # of the sequential time: an estimate that promises less than half a percent promises nothing
+
+
+def machine_of(device_type: str, link: Link | None = None) -> Machine:
+    """The rates that the engine reckons with. link: what messages take, where it is known."""
+    machine = HOPPER if device_type == "cuda" else CPU
+    if link is None:
+        return machine
+    return replace(machine, bytes_per_second=link.bytes_per_second, latency_s=link.latency_s)
 
 
 @dataclass(frozen=True)
@@ -146,10 +153,10 @@ def choose(
         if product.tokens >= minimum_tokens:
             return Choice(best, sequential, times[best], f"{product.tokens} tokens are at least {minimum_tokens}")
         return Choice("none", sequential, times[best], f"{product.tokens} tokens are fewer than {minimum_tokens}")
-    if times[best] < sequential:
+    if times[best] < WORTH * sequential:
         return Choice(best, sequential, times[best], "the estimate is shorter")
     why = (
-        f"{product.tokens} tokens in chunks would take {times[best] * 1e3:.3g} ms instead of {sequential * 1e3:.3g} ms "
+        f"{product.tokens} tokens in chunks would take {times[best] * 1e3:.3g} ms and in one {sequential * 1e3:.3g} ms "
         "(an estimate from their sizes; overlap_minimum_tokens sets the limit by hand)"
     )
     return Choice("none", sequential, times[best], why)

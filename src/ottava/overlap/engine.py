@@ -127,10 +127,22 @@ class Engine:
 
     def _choose(self, collective: str, method: str, product: Product, device: torch.device) -> Choice:
         s = self.schedule
-        choice = choose(collective, method, product, self.size, machine_of(device.type), s.splits, s.minimum_tokens)
-        if not choice.overlaps and s.requested and leads():
-            warn_once(f"ottava: {', '.join(s.requested)}: a {collective} is not overlapped: {choice.why}.")
+        transport = transport_of(self.group, s.transport, device) if s.minimum_tokens is None else None
+        machine = machine_of(device.type, None if transport is None else transport.link())
+        choice = choose(collective, method, product, self.size, machine, s.splits, s.minimum_tokens)
+        if not choice.overlaps and s.requested:
+            _warn_of_few(s.requested, collective, choice.why)
         return choice
+
+
+_warned: set[tuple[tuple[str, ...], str]] = set()
+
+
+def _warn_of_few(requested: tuple[str, ...], collective: str, why: str) -> None:
+    """Once for each kind of collective, with the first numbers that were met."""
+    if (requested, collective) not in _warned and leads():
+        _warned.add((requested, collective))
+        warn_once(f"ottava: {', '.join(requested)}: a {collective} is not overlapped: {why}.")
 
 
 def travelling_bytes(operands: Operands) -> int:

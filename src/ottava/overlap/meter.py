@@ -41,11 +41,14 @@ class Flow:
 
 
 class Meter:
-    """What was moved while it was open."""
+    """What was moved while it was open. waits: whether the time that computing waits is taken too; on a GPU that is two events a wait."""
 
-    def __init__(self) -> None:
+    def __init__(self, waits: bool = True) -> None:
+        self.waits = waits
         self.by_name: dict[str, Flow] = {}
         """By the name of the method: "ring_all_gather", "pipelined_all_gather", "pipelined_reduce_scatter", "bulk_..."."""
+        self.collectives: dict[str, int] = {}
+        """Bytes that this rank sent in collectives of tensor parallelism that no method carried, by name."""
 
     def flow(self, name: str) -> Flow:
         """That of the method `name`."""
@@ -55,6 +58,11 @@ class Meter:
     def bytes_sent(self) -> int:
         """By this rank."""
         return sum(flow.bytes_sent for flow in self.by_name.values())
+
+    @property
+    def all_bytes_sent(self) -> int:
+        """By this rank, in collectives that no method carried too."""
+        return self.bytes_sent + sum(self.collectives.values())
 
     @property
     def in_flight_s(self) -> float:
@@ -74,9 +82,9 @@ _open: list[Meter] = []
 
 
 @contextmanager
-def measuring() -> Iterator[Meter]:
-    """A meter of everything that is moved in here, in all threads: backward passes have their own."""
-    meter = Meter()
+def measuring(waits: bool = True) -> Iterator[Meter]:
+    """A meter of everything that is moved in here, in all threads: backward passes have their own. waits: see `Meter`."""
+    meter = Meter(waits)
     _open.append(meter)
     try:
         yield meter
@@ -92,6 +100,13 @@ def sent(name: str, count: int) -> None:
         flow.messages += 1
 
 
+def collective(name: str, count: float) -> None:
+    """`count` bytes set out in a collective of the process group."""
+    if _open and not torch.compiler.is_compiling():
+        for meter in _open:
+            meter.collectives[name] = meter.collectives.get(name, 0) + int(count)
+
+
 def in_flight(name: str, began: float, ended: float) -> None:
     """An exchange was under way from `began` to `ended`, in seconds of `time.perf_counter`."""
     for meter in _open:
@@ -100,7 +115,7 @@ def in_flight(name: str, began: float, ended: float) -> None:
 
 def waiting(name: str, device: torch.device) -> AbstractContextManager[None]:
     """Goes around a wait of the method `name`."""
-    return _measured_wait(name, device) if _open else nullcontext()
+    return _measured_wait(name, device) if any(meter.waits for meter in _open) else nullcontext()
 
 
 @contextmanager
@@ -110,12 +125,16 @@ def _measured_wait(name: str, device: torch.device) -> Iterator[None]:
         try:
             yield
         finally:
-            for meter in _open:
+            for meter in _timed():
                 meter.flow(name).host_waits_s += time.perf_counter() - began
         return
     before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     before.record()
     yield
     after.record()
-    for meter in _open:
+    for meter in _timed():
         meter.flow(name).events.append((before, after))
+
+
+def _timed() -> list[Meter]:
+    return [meter for meter in _open if meter.waits]

@@ -7,6 +7,7 @@ says so. NCCL has no such header, which would make the host wait for the GPU.
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ottava import torch_private
-from ottava.overlap.transport import Exchange, Hop, Transport
+from ottava.overlap.transport import Exchange, Hop, Link, Transport
 
+PROBE = 1 << 19  # bytes of the message that a link is measured with
 _SERIALS, _LENGTHS = 1 << 11, 1 << 20  # exchanges and lengths that a tag of 31 bits tells apart
 
 
@@ -38,6 +40,32 @@ class PointToPoint(Transport):
         self.name = f"point-to-point over {self.backend}"
         self.bulk_by_collectives = self.backend == "nccl"
         self.serial = 0
+        self._link: Link | None = None
+
+    def link(self) -> Link | None:
+        """gloo: measured once, between neighbours, and agreed on: a network may be a thousand times slower than shared memory. The
+        slowest link counts. NCCL: what the cost model knows, since there a choice may change the last bits of a product."""
+        if self._link is None and self.backend == "gloo":
+            small, large = self._seconds(64), self._seconds(PROBE)
+            times = torch.tensor([small, large])
+            dist.all_reduce(times, op=dist.ReduceOp.MAX, group=self.group)
+            latency, long = times.tolist()
+            self._link = Link(PROBE / max(long - latency, PROBE * 1e-11), latency)
+        return self._link
+
+    def _seconds(self, count: int) -> float:
+        """Of a message of `count` bytes around the ring, the better of two after a first: a link may let a burst pass."""
+        away, here, best = torch.zeros(count, dtype=torch.uint8), torch.empty(count, dtype=torch.uint8), float("inf")
+        for turn in range(3):
+            dist.barrier(self.group)
+            began = time.perf_counter()
+            exchange = self.exchange("probe", [Hop((self.rank + 1) % self.size, (self.rank - 1) % self.size, [here])])
+            exchange._send(0, [away])
+            exchange._wait(0)
+            exchange._finish()
+            seconds = time.perf_counter() - began
+            best = min(best, seconds) if turn else best
+        return best
 
     def exchange(self, name: str, hops: Sequence[Hop]) -> Exchange:
         """See `Transport`."""

@@ -8,6 +8,9 @@
     ub_bulk_dgrad          column    all-gather of x for wgrad, under dgrad         bulk
     ub_bulk_wgrad          column    reduce-scatter of dX, under wgrad              bulk
 
+A switch is an order, as it is there: it cuts products into chunks however few tokens they have. A plan's method is a wish, of which the
+engine leaves out what would lose (`cost.py`).
+
 `initialize_ub(ub_cfgs={"qkv_fprop": {"method": "pipeline", "num_splits": 4}})` chooses the method by the name of a stage and its product.
 """
 
@@ -76,7 +79,7 @@ def schedule_of(options: OverlapOptions, mode: str, name: str, sequence_parallel
         scatter_dgrad="pipeline" if "ub_overlap_rs_dgrad" in on else "bulk" if "ub_bulk_wgrad" in on else "none",
         gather_wgrad="bulk" if "ub_bulk_dgrad" in on or both_ways else "none",
         transport=options.transport,
-        minimum_tokens=options.minimum_tokens,
+        minimum_tokens=options.minimum_tokens or 0,
         requested=asked,
     )
     return _as_configured(schedule, mode, name)

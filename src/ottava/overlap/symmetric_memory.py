@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ottava import torch_private
 from ottava.notices import leads, warn_once
+from ottava.overlap.point_to_point import backend_of
 from ottava.overlap.transport import Exchange, Hop, Transport
 
 ALIGNMENT = 256  # bytes between messages in a mailbox
@@ -48,7 +49,7 @@ def missing_because(group: Any, device: torch.device) -> str | None:
     shared = len(set(gpus)) < len(gpus)
     if shared and os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") != "1":
         return "several ranks share a GPU (torch allows it with TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1)"
-    reach = torch.tensor([_reaches_all(device, gpus)], dtype=torch.int32, device=device)
+    reach = torch.tensor([_reaches_all(device, gpus)], dtype=torch.int32, device=_where(group, device))
     dist.all_reduce(reach, op=dist.ReduceOp.MIN, group=group)
     return None if int(reach) else "not all of its GPUs can read one another's memory (no NVLink, no peer access)"
 
@@ -56,10 +57,17 @@ def missing_because(group: Any, device: torch.device) -> str | None:
 def _places(group: Any, device: torch.device) -> list[tuple[int, int]]:
     """(machine, GPU) of every rank, as numbers that are equal where they are the same."""
     uuid = str(torch.cuda.get_device_properties(device).uuid)
-    own = torch.tensor([zlib.crc32(os.uname().nodename.encode()), zlib.crc32(uuid.encode())], device=device)
+    numbers = [zlib.crc32(os.uname().nodename.encode()), zlib.crc32(uuid.encode())]
+    own = torch.tensor(numbers, device=_where(group, device))
     all_of_them = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(all_of_them, own, group=group)
     return [(int(place[0]), int(place[1])) for place in all_of_them]
+
+
+def _where(group: Any, device: torch.device) -> torch.device:
+    """Where the group can reduce a few numbers: the host, if it has a backend for it."""
+    host = torch.device("cpu")
+    return host if backend_of(group, host) == "gloo" else device
 
 
 def _reaches_all(device: torch.device, gpus: list[int]) -> bool:

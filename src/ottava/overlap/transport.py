@@ -77,6 +77,13 @@ class Exchange:
         raise NotImplementedError
 
 
+class Link(NamedTuple):
+    """What a transport's messages take: all ranks have the same numbers."""
+
+    bytes_per_second: float
+    latency_s: float
+
+
 class Transport:
     """Opens exchanges between the ranks of one group."""
 
@@ -89,6 +96,10 @@ class Transport:
     def exchange(self, name: str, hops: Sequence[Hop]) -> Exchange:
         """Posts the receives of `hops`. name: of the method, for traces and meters."""
         raise NotImplementedError
+
+    def link(self) -> Link | None:
+        """How fast messages are, where it was found out; None: as fast as the cost model thinks. All ranks call it together."""
+        return None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank {self.rank} of {self.size})"

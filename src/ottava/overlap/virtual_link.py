@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ottava.overlap.transport import Exchange, Hop, Transport
+from ottava.overlap.transport import Exchange, Hop, Link, Transport
 
 
 class VirtualLink(Transport):
@@ -31,6 +31,10 @@ class VirtualLink(Transport):
     def exchange(self, name: str, hops: Sequence[Hop]) -> Exchange:
         """See `Transport`."""
         return _Delayed(self, name, hops)
+
+    def link(self) -> Link:
+        """See `Transport`."""
+        return Link(self.bytes_per_second, 0.0)
 
     def pass_through(self, count: int) -> float:
         """When `count` bytes that are given to the link now have passed it."""

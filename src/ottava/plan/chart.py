@@ -53,7 +53,7 @@ def _mesh(cluster: Cluster, layout: Layout, fits_one: bool, fits_domain: bool) -
     beyond = f"{layout.shard * layout.tp} GPUs, {layout.shard * layout.tp // cluster.per_node} nodes"
     if fits_domain:
         return f"A copy in every NVLink domain would fit (HSDP) and is slower: it is sharded over {beyond}."
-    return f"No copy fits into one NVLink domain: it is sharded over {beyond}."
+    return f"No copy fits into one NVLink domain with these types: it is sharded over {beyond}."
 
 
 def _tensor_parallel(config: Config, cluster: Cluster, layout: Layout) -> str:

@@ -5,8 +5,9 @@ what the optimizer keeps. What a plan may not change is left alone: the recipe, 
 
 [Note: simple first]
 Estimates are right to some per cent, so what is hardly faster is not better: a layout that is harder to run or to understand (shards,
-tensor parallelism, copies of shards where plain copies would do) has to earn `SIMPLER` for each of these; one whose shards leave the
-NVLink domain, where every slow card shows, twice that.
+tensor parallelism, copies of shards where plain copies would do) has to earn `SIMPLER` for each of these. One whose shards leave the
+NVLink domain has to earn `BEYOND`: every gather crosses the network, and the slowest card of all nodes sets the pace of every layer,
+which an estimate of sound links knows nothing of.
 
 [Note: rungs]
 Fewer bits for moments, gradients or weights save memory and time, and are not the run that was asked for. Each such change is a rung
@@ -31,6 +32,8 @@ RUNG = 0.04
 """Share of the speed that a change of types has to earn."""
 SIMPLER = 0.01
 """Share of the speed that a harder layout has to earn, see [Note: simple first]."""
+BEYOND = 0.08
+"""Share of the speed that shards outside one NVLink domain have to earn."""
 MOMENTS = ("float32", "bfloat16", "float8")
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -100,9 +103,10 @@ class Layout:
 
     def handicap(self, island: int) -> float:
         """What its speed is multiplied by before it is compared, see [Note: rungs] and [Note: simple first]."""
-        harder = (self.shard > 1) + (self.tp > 1) + 2 * (self.shard * self.tp > island)
+        harder = (self.shard > 1) + (self.tp > 1)
         harder += self.replicate > 1 and 1 < self.shard * self.tp < island
-        return (1 - RUNG) ** self.states.rungs * (1 - SIMPLER) ** harder
+        beyond = self.shard > 1 and self.shard * self.tp > island
+        return (1 - RUNG) ** self.states.rungs * (1 - SIMPLER) ** harder * (1 - BEYOND) ** beyond
 
     def apply(self, config: Config, per_node: int) -> Config:
         """The configuration of this layout. Raises ValueError where `ottava train` would."""

@@ -119,7 +119,8 @@ def plan_run(config: Config, cluster: Cluster, tokens: float | None = None, docu
     if len(best) > SHOWN:
         dropped[SLOWER_MESH] += len(best) - SHOWN
     whole = any(candidate.layout.shard == candidate.layout.tp == 1 for candidate in fitting)
-    near = any(candidate.layout.shard * candidate.layout.tp <= cluster.island for candidate in fitting)
+    rungs = shown[0].layout.states.rungs
+    near = any(c.layout.shard * c.layout.tp <= cluster.island and c.layout.states.rungs <= rungs for c in fitting)
     words = advice(config, cluster, shown[0].layout, shown[0].time, whole, near)
     return Plan(config, cluster, shown, considered, dict(dropped), budget, words, document)
 

@@ -10,7 +10,7 @@ from ottava.plan.layouts import Layout
 from ottava.plan.planner import Candidate, Plan
 from ottava.train.arguments import to_toml
 from ottava.train.charts import AREA_COLOURS
-from ottava.train.report import STYLE
+from ottava.train.report import POLICY, STYLE
 from ottava.train.summary import table
 
 GIB = 2.0**30
@@ -141,6 +141,7 @@ def as_html(plan: Plan, title: str) -> str:
     )
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><link rel="icon" href="data:,">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>Plan: {escape(title)}</title><style>{STYLE}</style></head><body>{body}</body></html>\n"
     )

@@ -1,8 +1,9 @@
 """Seconds of a training step, by what they go to: products, attention, memory traffic, the loss, the optimizer, communication.
 
 Products and attention by measured rates; everything else on the GPU is bound by memory, and counted in bytes (docs/planning.md has the
-table). Communication hides under the computing of one layer and shows where it is longer; tensor parallelism's does not hide yet. The
-host is a floor: a layer that the GPU finishes before Python has launched the next one waits.
+table). Communication hides under the computing of one layer and shows where it is longer; of tensor parallelism's only what
+`overlap="bulk"` hides counts as hidden (`overlap_time.py` has the other methods). The host is a floor: a layer that the GPU finishes before
+Python has launched the next one waits.
 """
 
 from __future__ import annotations

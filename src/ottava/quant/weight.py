@@ -354,8 +354,14 @@ class Weight(QuantizedTensor):
                 return result
         if func._schema.is_mutable:
             return _write(func, args, kwargs)
-        if isinstance(args[0], cls) and args[0].master is not None and _makes_views(func):
-            return _master_views(func, args[0], args[1:], kwargs)
+        first = args[0] if args else None
+        if (
+            isinstance(first, cls)
+            and first.master is not None
+            and first.state is not State.GATHERED
+            and _makes_views(func)
+        ):
+            return _master_views(func, first, args[1:], kwargs)
         args, kwargs = torch_private.map_instances(QuantizedTensor, lambda q: q._values(), (args, kwargs))
         return func(*args, **kwargs)
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ottava.train.config import Config
-from ottava.train.files import printable, read_toml
 from ottava.train.presets import presets
+from ottava.untrusted.files import printable, read_toml
 
 DEFAULT_PRESET = "debug"
 

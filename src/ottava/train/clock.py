@@ -41,18 +41,24 @@ class Span:
 
     def __init__(self, begin: Moment) -> None:
         self.begin = self.end = begin
-        self.parts: list[tuple[str, str | None, Moment, Moment]] = []
-        """(part, the part around it, begin, end)"""
+        self.parts: list[tuple[str, str | None, Moment, Moment, str]] = []
+        """(part, the part around it, begin, end, what of the part it was)"""
+        self.tp_bytes = 0
+        """That this rank sent to the other ranks of its layers meanwhile."""
 
     def read(self) -> tuple[float, dict[str, float]]:
         """(seconds of the step, seconds by part). A part inside another one counts as itself alone."""
         seconds = dict.fromkeys(PARTS, 0.0)
-        for part, outer, begin, end in self.parts:
+        for part, outer, begin, end, _ in self.parts:
             took = end.since(begin)
             seconds[part] += took
             if outer is not None:
                 seconds[outer] -= took
         return self.end.since(self.begin), seconds
+
+    def of(self, kind: str) -> float:
+        """Seconds of what was timed as `kind`."""
+        return sum(end.since(begin) for _, _, begin, end, which in self.parts if which == kind)
 
 
 class Clock:
@@ -70,8 +76,8 @@ class Clock:
         self.restart()
 
     @contextmanager
-    def __call__(self, part: str) -> Iterator[None]:
-        """Adds the time of the `with` block to `part`."""
+    def __call__(self, part: str, kind: str = "") -> Iterator[None]:
+        """Adds the time of the `with` block to `part`. kind: what of the part it is, see `Span.of`."""
         on_device = self._on_device and part not in ON_HOST
         outer = self._open[-1] if self._open else None
         self._open.append(part)
@@ -80,7 +86,7 @@ class Clock:
             yield
         finally:
             self._open.pop()
-            self._span.parts.append((part, outer, begin, Moment(on_device)))
+            self._span.parts.append((part, outer, begin, Moment(on_device), kind))
 
     def restart(self) -> None:
         """A step begins now: what came before (an evaluation, a sample) is not part of any."""

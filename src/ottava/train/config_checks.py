@@ -192,11 +192,6 @@ def _check_quantization(config: Config) -> None:
     recipe = precision.make_recipe()
     if recipe is None:
         return
-    _need(
-        not (config.train.compile and config.parallel.strategy == "fsdp2"),
-        f"train.compile cannot trace weights that FSDP2 gathers as FP8 ({precision.recipe}): use parallel.strategy 'ddp' or 'fsdp1', "
-        "precision.recipe 'none', or leave train.compile off.",
-    )
     multiple = Quantization.of(recipe).feature_multiple
     _check_head(config, Quantization.of(recipe))
     for name in ("hidden_size", "ffn_hidden_size"):

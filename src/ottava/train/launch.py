@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from ottava.train.console import say, settle, tell
 from ottava.train.signals import LauncherSignals, RankSignals, held_back, let_through
 
 if TYPE_CHECKING:
+    from ottava.train.recorder import Report
     from ottava.train.watchdog import FrozenRanks
 
 GRACE_S = 15.0
@@ -53,22 +54,27 @@ def launch(config: Config) -> int:
     return _start(config, local_ranks(config.parallel.ranks))
 
 
-def run_rank(config: Config, place: Any, stop: RankSignals | None = None) -> tuple[int, str]:
-    """One rank from beginning to end: (exit code, what is to be said about a failure). stop: what handles signals already."""
+def run_rank(
+    config: Config, place: Any, stop: RankSignals | None = None, report: Report | None = None
+) -> tuple[int, str]:
+    """One rank from beginning to end: (exit code, what is to be said about a failure).
+
+    stop: what handles signals already. report: is told of every step.
+    """
     from ottava.checkpoint import NoUsableCheckpoint
     from ottava.train.loop import train
+    from ottava.train.rank_log import RankLog
     from ottava.train.watchdog import Watchdog
     from ottava.train.world import World
 
-    if config.train.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS may not be deterministic
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that torch remembers, for the watchdog
+    _prepare(os.environ, config)
     try:
         with (
+            RankLog(config.run_folder, place),
             Watchdog(config, place.rank, place.size, stop) as watchdog,
             World(place, 4 * config.health.watchdog_s or 1800.0, watchdog.connect) as world,
         ):
-            return train(config, world, stop, watchdog), ""
+            return train(config, world, stop, watchdog, report), ""
     except NoUsableCheckpoint as error:
         return exits.NO_CHECKPOINT, str(error)
     except ValueError as error:
@@ -76,6 +82,17 @@ def run_rank(config: Config, place: Any, stop: RankSignals | None = None) -> tup
         return exits.WRONG_USAGE, str(error)
     except Exception:
         return exits.FAILED, traceback.format_exc()
+
+
+def _prepare(environment: MutableMapping[str, str], config: Config) -> None:
+    """What libraries read once, when they start. What somebody has set stays."""
+    from ottava.overlap.connections import ask_for_connections
+
+    if config.train.deterministic:
+        environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS may not be deterministic
+    if config.parallel.tp > 1 and config.parallel.overlap != "none":
+        ask_for_connections(environment)
+    environment.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that torch remembers, for the watchdog
 
 
 def _keep_traceback(config: Config, rank: int) -> None:

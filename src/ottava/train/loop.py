@@ -20,6 +20,7 @@ from ottava.distributed.gradients import gradient_sync
 from ottava.distributed.waits import comm_wait_hook
 from ottava.guard.finding import Finding
 from ottava.optimizers import FusedAdam
+from ottava.overlap import measuring
 from ottava.train import exits, run_folder
 from ottava.train.clock import Clock, Span
 from ottava.train.config import Config
@@ -36,7 +37,7 @@ from ottava.train.microbatch_graph import microbatch_graphs
 from ottava.train.model import DistributedModel
 from ottava.train.numbers import NumberGuard
 from ottava.train.optimizer import Numbers, clip_gradients, make_optimizer, set_lr
-from ottava.train.recorder import Recorder
+from ottava.train.recorder import Recorder, Report
 from ottava.train.sample import generate
 from ottava.train.saves import Saves
 from ottava.train.schedule import lr_fraction
@@ -48,10 +49,16 @@ from ottava.train.watchdog import Watchdog
 from ottava.train.world import World
 
 
-def train(config: Config, world: World, stop: RankSignals | None = None, watchdog: Watchdog | None = None) -> int:
+def train(
+    config: Config,
+    world: World,
+    stop: RankSignals | None = None,
+    watchdog: Watchdog | None = None,
+    report: Report | None = None,
+) -> int:
     """Trains until the end, a signal or a failure; returns the exit code. Every rank calls it.
 
-    stop, watchdog: what handles signals and watches already.
+    stop, watchdog: what handles signals and watches already. report: is told of every step, in every rank.
 
     >>> with World(place, timeout=600.0) as world:
     ...     sys.exit(train(config, world))
@@ -59,7 +66,7 @@ def train(config: Config, world: World, stop: RankSignals | None = None, watchdo
     if config.train.deterministic:
         torch.use_deterministic_algorithms(True)
     with ExitStack() as resources:
-        loop = Loop(config, world, resources, stop, watchdog)
+        loop = Loop(config, world, resources, stop, watchdog, report)
         try:
             code = loop.run()
         except (NonFinite, NotSaved) as error:
@@ -121,6 +128,7 @@ class Loop:
         resources: ExitStack,
         stop: RankSignals | None = None,
         watchdog: Watchdog | None = None,
+        report: Report | None = None,
     ) -> None:
         self.config, self.world = config, world
         lock = RunLock(config.run_folder)
@@ -148,7 +156,7 @@ class Loop:
         self.fp8 = Fp8Health(config, self.model, world)
         self.guard = NumberGuard(config, self.model, self.optimizer, world)
         self.graphs = microbatch_graphs(config, self.model, world)
-        self.recorder = Recorder(config, world, self.model, self.done)
+        self.recorder = Recorder(config, world, self.model, self.done, report)
         resources.callback(self.recorder.close)
         self.saves = Saves(config.checkpoint, self.state, self.recorder)
         self._back_at: int | None = None  # the step that the run was last rolled back to
@@ -180,7 +188,8 @@ class Loop:
         step = self.done
         lr = self.config.optimizer.lr * lr_fraction(self.config.schedule, step, self.config.train.steps)
         set_lr(self.optimizer, lr)
-        with self.fp8.sample_operands(step), comm_wait_hook(lambda: self.clock("communication")):
+        waited, looks = comm_wait_hook(lambda kind: self.clock("communication", kind)), self.recorder.watch.look(step)
+        with self.fp8.sample_operands(step), waited, looks, measuring(waits=False) as meter:
             found = self._backward(step)
         found.lr = lr
         if found.clipped is None:  # the GPU goes on with this one while the host learns of the one before
@@ -195,6 +204,7 @@ class Loop:
         self.done = step + 1
         self.guard.seal(self.done)
         found.span = self.clock.stop()
+        found.span.tp_bytes = meter.all_bytes_sent
         found.validation = self._look_at_the_model()
         if found.clipped is not None:
             self._keep(found)

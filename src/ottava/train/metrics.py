@@ -58,10 +58,20 @@ class StepMetrics:
     backward_s: float | None = None
     communication_s: float | None = None
     """... communication that nothing hid, ..."""
+    tp_exposed_s: float | None = None
+    """The part of it that was waited for between tensor-parallel ranks: what their overlap did not hide; None without them."""
+    tp_sent_mb: float | None = None
+    """What a rank sent to them in the step, in units of 1e6 bytes."""
     optimizer_s: float | None = None
     """The norm of gradients, and the update."""
     checkpoint_s: float | None = None
     """Of the checkpoint before this step; one that is written in the background counts as long as it holds training up."""
+    slow_rank: int | None = None
+    """The rank whose own work takes far longer than the others'; told every few steps."""
+    slow_rank_times: float | None = None
+    """How many times the usual."""
+    reduction_error: float | None = None
+    """Of gradients that are summed over ranks in bfloat16, beside a float32 sum, relative; looked at now and then."""
     validation_loss: float | None = None
     attempt: int = 0
     """Restarts of the run before this step."""
@@ -100,6 +110,8 @@ class Metrics:
     def __init__(self, run: Path, sinks: Iterable[Sink] = (), first_step: int = 1) -> None:
         self.path = run / FILE
         self.sinks = list(sinks)
+        self.newest: StepMetrics | None = None
+        """The line that was recorded last."""
         self._unwritten = b""
         """Lines that the disk has not taken yet."""
         run.mkdir(parents=True, exist_ok=True)
@@ -108,6 +120,7 @@ class Metrics:
 
     def record(self, metrics: StepMetrics) -> None:
         """One step. The line is in the file when this returns, so that it outlives a killed process; or it is tried with the next."""
+        self.newest = metrics
         self._unwritten += (metrics.line() + "\n").encode()
         self._write()
         for sink in list(self.sinks):

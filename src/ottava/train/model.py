@@ -17,6 +17,7 @@ from ottava.distributed import attach, meshes_of, parallelize, tracker_of
 from ottava.distributed.fsdp import keeps_copies
 from ottava.models import GPT, CausalLM, Llama, LlamaConfig
 from ottava.nn.random_streams import seed_default, seed_tracker
+from ottava.nn.traced_weights import hand_weights
 from ottava.notices import warn_once
 from ottava.quant.delayed import BUFFERS, DelayedState
 from ottava.quant.scheme import Scheme
@@ -75,6 +76,7 @@ class DistributedModel:
         self._cast = (device.type, config.precision.dtype(device.type)) if wraps else None
         if config.train.compile:
             for layer in whole.layers:
+                hand_weights(layer)
                 layer.compile()
         # One gather a step instead of one a microbatch, where weights stay gathered and serve both directions.
         self.keep_gathered = not config.parallel.reshard_after_forward and (

@@ -117,7 +117,7 @@ class NumberGuard:
         if not math.isfinite(loss):
             mine.append(Finding("non-finite", "the model", "loss", direction="forward", value=f"{loss:g}", order=LOSS))
         found = [f.at(step + 1, self.world.rank) for f in mine if f is not None]
-        if any(self.world.gather(bool(found))):
+        if any(self.world.gather_values(bool(found))):
             return found
         gradient = self._bad_gradient() if self.world.leads else None
         return [] if gradient is None else [replace(gradient, step=step + 1)]
@@ -136,7 +136,7 @@ class NumberGuard:
 
     def _gathered(self, mine: list[Finding]) -> list[Finding]:
         """Of all ranks, in order of rank."""
-        parts = self.world.gather([finding.as_json() for finding in mine[:MOST]])
+        parts = self.world.gather_values([finding.as_json() for finding in mine[:MOST]])
         return [Finding.from_json(values) for part in parts for values in part]
 
     # silent corruption
@@ -170,7 +170,7 @@ class NumberGuard:
         with self.model.unchanged(), self._without_gradients():
             twice = self._again(again)
             odd = once.difference(twice)
-            if any(self.world.gather(odd is not None)):
+            if any(self.world.gather_values(odd is not None)):
                 odd = _judged(odd, once, twice, self._again(again))
         now = Sealed.of(self.state.all())
         changed = [] if self._sealed is None else self._sealed.changes(now)
@@ -241,7 +241,7 @@ class NumberGuard:
         """Before a save: what is wrong with the state as a whole."""
         entries = self.state.all()
         bad = float(Limits(entries).out_of_bounds())
-        if sum(self.world.gather(bad)):
+        if sum(self.world.gather_values(bad)):
             return self._gathered(self._of_state(done - 1))
         return self._differing(done - 1, Sealed.of(entries), []) if self._every and self.world.size > 1 else []
 

@@ -12,7 +12,10 @@ from typing import NamedTuple
 import torch
 
 from ottava.notices import warn_once
+from ottava.overlap.waits import TENSOR
+from ottava.train import rank_log
 from ottava.train.clock import PARTS, Span
+from ottava.train.communication import CommunicationWatch, Seen
 from ottava.train.config import Config
 from ottava.train.flops import Bound, Peak, device_peak, measure_peak, quantized_precision
 from ottava.train.metrics import FILE, Metrics, Sink, StepMetrics
@@ -23,6 +26,10 @@ from ottava.train.sinks import Console, TensorBoard, WandB
 from ottava.train.world import World
 
 GIB = 2.0**30
+PARTS_AT = 5
+"""Where a rank's seconds by part begin among what it has measured."""
+Report = Callable[[int, StepMetrics | None], None]
+"""Called in every rank after every step, with its number and, in the leading rank, its line."""
 
 
 class _Step(NamedTuple):
@@ -45,10 +52,14 @@ class Recorder:
     >>> recorder.write()
     """
 
-    def __init__(self, config: Config, world: World, model: DistributedModel, done: int) -> None:
-        self.config, self.world, self.model = config, world, model
+    def __init__(
+        self, config: Config, world: World, model: DistributedModel, done: int, report: Report | None = None
+    ) -> None:
+        self.config, self.world, self.model, self._report = config, world, model, report
         self.path = config.run_folder / FILE
         self.bound = _bound(config, world, model)
+        rank_log.begin()
+        self.watch = CommunicationWatch(config, world, model)
         self._event: str | None = None
         self._attempt = 0
         self._kept: _Step | None = None
@@ -74,24 +85,32 @@ class Recorder:
         """The line of the step that is kept, if there is one. Every rank calls it."""
         if self._kept is not None:
             kept, self._kept = self._kept, None
-            self._write(kept, self.world.max(self._measured(kept)))
+            mine = self._measured(kept)
+            slowest = self.world.max(mine)
+            work = sum(mine[PARTS_AT + PARTS.index(part)] for part in ("forward", "backward"))
+            communication = slowest[PARTS_AT + PARTS.index("communication")]
+            self._write(kept, slowest, self.watch.see(kept.step, slowest[0], communication, work))
+            if self._report is not None:
+                self._report(kept.step, None if self._metrics is None else self._metrics.newest)
 
     def _measured(self, kept: _Step) -> list[float]:
-        """What this rank measured: seconds, memory, seconds by part."""
+        """What this rank measured: seconds, memory, tensor-parallel communication, seconds by part."""
         seconds, parts = kept.span.read()
-        return [seconds, *memory(self.world.device), *(parts[name] for name in PARTS)]
+        tensor = (kept.span.of(TENSOR), float(kept.span.tp_bytes))
+        return [seconds, *memory(self.world.device), *tensor, *(parts[name] for name in PARTS)]
 
-    def _write(self, kept: _Step, slowest: list[float]) -> None:
+    def _write(self, kept: _Step, slowest: list[float], seen: Seen) -> None:
         if self._metrics is None:
             return
-        seconds, allocated, reserved = slowest[:3]
+        seconds, allocated, reserved, tp_exposed, tp_bytes = slowest[:PARTS_AT]
+        split_tensors = self.config.parallel.tp > 1
         tokens = self.config.train.global_batch * self.config.data.length
         rate = tokens / seconds
         each = rate / self.world.size
-        split: dict[str, float | None] = {f"{name}_s": value for name, value in zip(PARTS, slowest[3:])}
+        split: dict[str, float | None] = {f"{name}_s": value for name, value in zip(PARTS, slowest[PARTS_AT:])}
         if self.config.parallel.strategy in ("ddp", "fsdp1") and self.world.size > 1:
             split["communication_s"] = None  # torch waits where nobody can look
-        event, self._event = "; ".join(filter(None, (self._event, kept.event))) or None, None
+        event, self._event = "; ".join(filter(None, (self._event, kept.event, seen.event))) or None, None
         self._metrics.record(
             StepMetrics(
                 kept.step,
@@ -107,6 +126,11 @@ class Recorder:
                 mfu_basis=self.bound.basis(),
                 peak_allocated_gib=allocated / GIB if self.world.device.type == "cuda" else None,
                 peak_reserved_gib=reserved / GIB,
+                slow_rank=seen.slow_rank,
+                slow_rank_times=seen.slow_rank_times,
+                reduction_error=seen.reduction_error,
+                tp_exposed_s=tp_exposed if split_tensors else None,
+                tp_sent_mb=tp_bytes * 1e-6 if split_tensors else None,
                 validation_loss=kept.validation,
                 attempt=self._attempt,
                 event=event,
@@ -132,7 +156,7 @@ class Recorder:
         """Closes files and sinks. A step that is still kept (the run ends with an error) is told as this rank saw it."""
         if self._metrics is not None:
             if self._kept is not None:
-                self._write(self._kept, self._measured(self._kept))
+                self._write(self._kept, self._measured(self._kept), Seen())
             self._metrics.close()
 
 

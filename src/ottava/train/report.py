@@ -18,14 +18,17 @@ from typing import Any
 from ottava.train import charts
 from ottava.train.charts import AREA_COLOURS, COLOURS, Mark, Series
 from ottava.train.clock import PARTS
-from ottava.train.files import read_json, read_toml
 from ottava.train.metrics import FILE, read_metrics
+from ottava.train.report_input import plain_config, plain_looks, plain_steps, plain_summary
+from ottava.untrusted.files import read_json, read_toml
 
 HEALTH_FILE = "fp8.jsonl"
 LOOKS = 60  # columns of a heat map; of more looks, the worst of each few is shown
 EVENTS = 200  # rows of the table of events
 WARMUP = 5  # steps that medians leave out, unless the configuration says otherwise (gate.warmup_steps)
 
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+"""What a browser may do with the page: show it. No script runs in it, even if something were not escaped."""
 STYLE = """
 :root { color-scheme: light dark; --ink: #111827; --soft: #6b7280; --rule: #e5e7eb; --paper: #ffffff; --card: #f9fafb;
   --bad: #dc2626 }
@@ -100,17 +103,17 @@ def load_run(folder: Path, colour: str = COLOURS[0], name: str = "") -> Run:
     """
     if not (folder / FILE).is_file():
         raise ValueError(f"{folder} is not a run: it has no {FILE}.")
-    steps = list(read_metrics(folder / FILE))
+    steps = plain_steps(read_metrics(folder / FILE))
     if not steps:
         raise ValueError(f"{folder / FILE} has no step yet.")
     config, summary, health = folder / "config.toml", folder / "summary.json", folder / HEALTH_FILE
     # A run that went back looks at some steps again: the last look counts.
-    looks = {look["step"]: look for look in read_metrics(health)} if health.is_file() else {}
+    looks = {look["step"]: look for look in plain_looks(read_metrics(health))} if health.is_file() else {}
     return Run(
         name=name or folder.absolute().name,
         steps=steps,
-        config=read_toml(config) if config.is_file() else {},
-        summary=read_json(summary) if summary.is_file() else {},
+        config=plain_config(read_toml(config)) if config.is_file() else {},
+        summary=plain_summary(read_json(summary)) if summary.is_file() else {},
         health=[looks[step] for step in sorted(looks)],
         colour=colour,
     )
@@ -152,6 +155,7 @@ def page(runs: list[Run]) -> str:
     ]
     head = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><link rel="icon" href="data:,">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(title)}</title>'
         f"<style>{STYLE}</style></head>"
     )

@@ -22,8 +22,9 @@ from ottava.checkpoint.storage import storage_at
 from ottava.notices import warn_once
 from ottava.train.arguments import to_toml
 from ottava.train.config import Config
-from ottava.train.files import read_json, read_toml
 from ottava.train.metrics import FILE, finite, read_metrics, write_whole
+from ottava.train.token_file import TokenFile, same
+from ottava.untrusted.files import read_json, read_toml
 
 CONFIG_FILE = "config.toml"
 DATA_FILE = "data.json"
@@ -87,9 +88,14 @@ def check_data(folder: Path, data: Sequence[Mapping[str, Any]]) -> None:
         return
     for now in data:
         before = known.get(now["path"])
-        if before is not None and before != now:
+        if before is None:
+            continue
+        if same(now, before):
+            if now["modified"] != before.get("modified"):  # written to, or a copy: samples do not tell which
+                TokenFile(now["path"]).verify_written()
+        else:
             raise ValueError(
-                f"{now['path']} is not the file that {folder} was trained on: it has {now['bytes']} bytes (then {before['bytes']}), or "
+                f"{now['path']} is not the file that {folder} was trained on: it has {now['bytes']} bytes (then {before.get('bytes')}), or "
                 "other tokens. Bring the old one back, or choose another train.run."
             )
 

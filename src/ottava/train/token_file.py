@@ -18,14 +18,15 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ottava.train.files import open_regular
+from ottava.notices import warn_once
+from ottava.untrusted.files import open_regular
 
 MAGIC = b"OTTAVATK"
 VERSION = 1
@@ -36,6 +37,8 @@ ENDS_BLOCK = 1 << 20
 ENDS_READ = 512
 """Ends in a page: fewer are not worth another read."""
 CRC_BLOCK = 1 << 24
+MOST_VERIFIED = 64 << 30
+"""Bytes that a run reads at once to know whether a file that was written to is what it was."""
 _PREFIX = struct.Struct("<8sII")
 _KEYS = {
     "dtype": str,
@@ -50,6 +53,15 @@ _KEYS = {
 
 class TokenFileError(ValueError):
     """A file that is not a whole token file. The message names it."""
+
+
+def same(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    """Whether two `TokenFile.identity` are of the same content, as far as size, header and samples tell. A copy has another time.
+
+    >>> same(TokenFile("a.tokens").identity, TokenFile("a.tokens").identity)
+    True
+    """
+    return {**now, "modified": None} == {**before, "modified": None}
 
 
 class TokenFile:
@@ -83,7 +95,7 @@ class TokenFile:
         self._check_ends()
         self._stamp = self._written()
         self.identity: dict[str, Any] = self._identify()
-        """Path, size, and digests of the header (which has the checksum of all tokens) and of blocks all over the file."""
+        """Path, size, digests of the header (which has the checksum of all tokens) and of blocks all over the file, time of change."""
 
     @property
     def tokens(self) -> NDArray[Any]:
@@ -127,6 +139,7 @@ class TokenFile:
             "bytes": self.bytes,
             "header": header.hexdigest(),
             "blocks": blocks.hexdigest(),
+            "modified": os.fstat(self._file.fileno()).st_mtime_ns,
         }
 
     def check_unchanged(self) -> None:
@@ -135,13 +148,23 @@ class TokenFile:
         Samples of it are compared; and all of it is read, once, if its time of change says that somebody has written to it.
         """
         stamp = self._written()
-        if self._identify() != self.identity:
+        if not same(self._identify(), self.identity):
             raise TokenFileError(
                 f"{self.path} was overwritten while it is read: what the run has seen is not what is there."
             )
         if stamp != self._stamp:
-            self.verify()
+            self.verify_written()
             self._stamp = stamp
+
+    def verify_written(self) -> None:
+        """`verify`, after somebody has written to the file, if that takes no more than a minute or so; otherwise a warning."""
+        if self.bytes <= MOST_VERIFIED:
+            self.verify()
+        else:
+            warn_once(
+                f"{self.path} was written to, and is too large to be read in between: samples of it are as they were. "
+                "TokenFile(path).verify() reads all of it."
+            )
 
     def _pread(self, count: int, offset: int) -> bytes:
         """Bytes of the file. A map would end the process by SIGBUS where a file was cut."""

@@ -21,8 +21,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ottava.train.files import printable, read_regular
 from ottava.train.token_file import TokenFile, TokenFileError, write_token_file
+from ottava.untrusted.files import printable, read_regular
 
 END_TOKENS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|im_end|>")
 """What tokenizers call the end of a document, in the order they are looked for."""
@@ -277,16 +277,14 @@ def tokenize(
 
 
 def _check_output(output: Path, sources: list[Path], tokenizer: str, overwrite: bool) -> None:
-    """ValueError if writing `output` would destroy something."""
-    if not output.exists():
-        return
+    """ValueError if writing `output` would destroy something, or be read again as a source."""
     files = [*sources, *([Path(tokenizer)] if tokenizer != "byte" else [])]
-    if any(file.exists() and output.samefile(file) for file in files):
+    if output.exists() and any(file.exists() and output.samefile(file) for file in files):
         raise ValueError(f"{output} is what is read: give the token file another name.")
     inside = [source for source in sources if source.is_dir() and output.resolve().is_relative_to(source.resolve())]
     if inside:
         raise ValueError(f"{output} lies in {inside[0]}, which is read: give the token file another place.")
-    if not overwrite:
+    if output.exists() and not overwrite:
         raise ValueError(f"{output} exists: give another name, or --overwrite to replace it.")
 
 

@@ -96,14 +96,18 @@ class World:
         """The largest of all ranks, element by element."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
+    def gather(self, value: float) -> list[float]:
+        """Every rank's number, in order of rank."""
+        return self.sum([value if rank == self.rank else 0.0 for rank in range(self.size)])
+
     def share(self, value: Any) -> Any:
         """What the leading rank has."""
         return exchange.broadcast(value)  # on the CPU, so over gloo
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather_values(self, value: Any) -> list[Any]:
         """What every rank has, in order of rank, in every rank: values that JSON can hold.
 
-        >>> world.gather({"rank": world.rank})
+        >>> world.gather_values({"rank": world.rank})
         [{'rank': 0}, {'rank': 1}]
         """
         text = json.dumps(value).encode()

@@ -20,7 +20,7 @@ from ottava.train.clock import PARTS
 from ottava.train.config import Config
 from ottava.train.gates import Gate
 from ottava.train.metrics import Metrics, StepMetrics
-from ottava.train.report import write_report
+from ottava.train.report import POLICY, write_report
 
 MEASURE = (Path(__file__).parent / "measure.js").read_text()
 # Whatever the page would fetch is refused, and the refusal is told on the console.
@@ -91,8 +91,10 @@ def many_runs(folder: Path) -> Path:
 
 def look(page: Path, width: int, folder: Path) -> dict[str, Any]:
     """Opens a copy of the page in a frame of this width (a window has a least width) and returns what measure.js saw."""
-    policy = f'<head><meta http-equiv="Content-Security-Policy" content="{ALONE}">'
-    text = page.read_text().replace("<head>", policy, 1)
+    text = page.read_text().replace(
+        POLICY, "style-src 'unsafe-inline'"
+    )  # its own lets no script run, not even the one that measures
+    text = text.replace("<head>", f'<head><meta http-equiv="Content-Security-Policy" content="{ALONE}">', 1)
     (folder / "copy.html").write_text(text.replace("</body>", f"<script>{MEASURE}</script></body>"))
     (folder / "around.html").write_text(
         '<!doctype html><link rel="icon" href="data:,"><body style="margin: 0"><pre id="seen"></pre><script>'

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from distributed.ranks import Ranks
-from ottava.distributed import collectives
 from ottava.kernels.fixed_order import matmul
+from ottava.overlap import collectives
 
 
 def tensor_of(rank: int, dtype: torch.dtype, shape: tuple[int, ...] = (6, 5)) -> Tensor:

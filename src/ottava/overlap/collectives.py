@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ottava import torch_private
+from ottava.overlap import meter
 from ottava.overlap.sums import sum_by_halves
-from ottava.overlap.waits import waiting
+from ottava.overlap.waits import SHARDS, TENSOR, waiting
 
 # torch 2.13 has new names for the collectives on one tensor and warns about the old ones, which are all that 2.11 has.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -60,8 +61,9 @@ def all_gather(x: Tensor, group: Any, dim: int = 0) -> Tensor:
 
 def begin_all_gather(x: Tensor, group: Any, dim: int = 0) -> Callable[[], Tensor]:
     """`all_gather` that travels until the function returned is called."""
-    part = x.contiguous()
-    whole = part.new_empty((size_of(group), *part.shape))
+    part, size = x.contiguous(), size_of(group)
+    whole = part.new_empty((size, *part.shape))
+    meter.collective("all_gather", part.nbytes * (size - 1))
     # Bytes: gloo does not know every dtype.
     work = _ALL_GATHER(_bytes(whole), _bytes(part), group=group, async_op=True)
 
@@ -83,12 +85,15 @@ def all_reduce_max(x: Tensor, group: Any) -> Tensor:
     return x
 
 
-def reduce_scatter(y: Tensor, group: Any, bias: Tensor | None = None) -> Tensor:
-    """This rank's rows [M/size, N] of the sum over ranks of y [M, N], plus bias [N]; rounded once to y's dtype."""
-    return begin_reduce_scatter(y, group, bias)()
+def reduce_scatter(y: Tensor, group: Any, bias: Tensor | None = None, kind: str = TENSOR) -> Tensor:
+    """This rank's rows [M/size, N] of the sum over ranks of y [M, N], plus bias [N]; rounded once to y's dtype.
+
+    kind: who waits for it (`overlap/waits.py`).
+    """
+    return begin_reduce_scatter(y, group, bias, kind)()
 
 
-def begin_reduce_scatter(y: Tensor, group: Any, bias: Tensor | None = None) -> Callable[[], Tensor]:
+def begin_reduce_scatter(y: Tensor, group: Any, bias: Tensor | None = None, kind: str = TENSOR) -> Callable[[], Tensor]:
     """`reduce_scatter` that travels until the function returned is called."""
     size = size_of(group)
     if y.shape[0] % size:
@@ -97,6 +102,8 @@ def begin_reduce_scatter(y: Tensor, group: Any, bias: Tensor | None = None) -> C
             f"pad the sequence to {-(-y.shape[0] // size) * size} tokens."
         )
     y = y.contiguous()
+    if kind == TENSOR:
+        meter.collective("reduce_scatter", y.nbytes * (size - 1) / size)
     native = native_sums(y, group)
     received = y.new_empty(y.shape[0] // size if native else y.shape[0], *y.shape[1:])
     if native:
@@ -105,7 +112,7 @@ def begin_reduce_scatter(y: Tensor, group: Any, bias: Tensor | None = None) -> C
         work = dist.all_to_all_single(_bytes(received), _bytes(y), group=group, async_op=True)
 
     def finish() -> Tensor:
-        with waiting():
+        with waiting(kind):
             work.wait()
         return _plus(received, bias) if native else sum_by_halves(received.unflatten(0, (size, -1)), bias)
 
@@ -119,6 +126,7 @@ def all_reduce(y: Tensor, group: Any, bias: Tensor | None = None) -> Tensor:
         return _plus(y, bias)
     if native_sums(y, group):
         total = y.clone(memory_format=torch.contiguous_format)
+        meter.collective("all_reduce", 2 * y.nbytes * (size - 1) / size)
         with waiting():
             dist.all_reduce(total, group=group)
         return _plus(total, bias)
@@ -152,7 +160,7 @@ class FixedOrderReduceScatter:
         """output [n] = sum or mean over ranks of this rank's part of their inputs [n * size]."""
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ValueError(f"Gradients are summed or averaged, got {op}.")
-        total = reduce_scatter(input_tensor.view(-1, 1), group).view_as(output_tensor)
+        total = reduce_scatter(input_tensor.view(-1, 1), group, kind=SHARDS).view_as(output_tensor)
         output_tensor.copy_(total / size_of(group) if op == dist.ReduceOp.AVG else total)
 
 
