@@ -1,0 +1,1 @@
+"""Faults on purpose: what a run has to survive, or to find."""

@@ -1,0 +1,47 @@
+"""Faults of numbers do what they say, and nothing else."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from ottava.chaos.numbers import at_gradient, at_output, flip_bit, module_named, poison
+
+
+@pytest.mark.parametrize("dtype, top", [(torch.float32, 31), (torch.bfloat16, 15), (torch.float64, 63)])
+def test_a_flipped_bit_is_one_bit_and_flipping_it_again_brings_it_back(dtype, top):
+    x = torch.randn(5, 7).to(dtype).t()  # not contiguous
+    for bit in (0, top // 2, top - 1, top):
+        before = x.clone()
+        was, now = flip_bit(x, 11, bit)
+        changed = (x != before) | (x.isnan() != before.isnan())
+        assert int(changed.sum()) == 1 and float(before[changed]) == was and changed.flatten()[11]
+        assert float(x.flatten()[11]) == now or math.isnan(now)
+        flip_bit(x, 11, bit)
+        assert torch.equal(x, before)
+
+
+def test_bytes_can_be_flipped_and_places_that_are_not_there_are_refused():
+    x = torch.zeros(4, dtype=torch.uint8)
+    assert flip_bit(x, 2, 7) == (0.0, 128.0) and x.tolist() == [0, 0, 128, 0]
+    for index, bit in ((4, 0), (0, 8), (-1, 0)):
+        with pytest.raises(ValueError, match="flip_bit: element"):
+            flip_bit(x, index, bit)
+    with pytest.raises(ValueError, match="element 4 of a tensor of 4"):
+        poison(x, 1.0, 4)
+
+
+def test_hooks_change_what_passes_a_module_by_its_name():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    x = torch.randn(2, 3)
+    with at_output(model, "0", lambda t: poison(t, math.inf), times=1) as calls:
+        assert not model(x).isfinite().all()
+        assert model(x).isfinite().all() and calls == [2]
+    with at_gradient(model, "1", lambda t: poison(t, math.nan)):
+        model(x).sum().backward()
+    assert model[0].weight.grad.isnan().any() and model(x).isfinite().all()
+    with pytest.raises(ValueError, match=r"no module '2'; there are \['0', '1'\]"):
+        module_named(model, "2")
