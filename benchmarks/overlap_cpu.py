@@ -92,7 +92,7 @@ def rank_methods(options: argparse.Namespace) -> dict[str, Any]:
     idle = True
     for turn in range(-1, options.trials):  # the first warms up
         for name, case in found.items():
-            idle &= rest(options.patience) or turn < 0
+            idle &= rest(options) or turn < 0
             works = {
                 "gemm": case.multiply,
                 "communication": case.communicate,
@@ -117,15 +117,17 @@ def rank_methods(options: argparse.Namespace) -> dict[str, Any]:
     return {"idle": idle, "rows": rows}
 
 
-def rest(patience: float) -> bool:
-    """Rank 0 waits until the machine is idle, the other for rank 0: whether it was."""
+def rest(options: argparse.Namespace) -> bool:
+    """Rank 0 waits until the machine is idle, the other for rank 0: whether it was. What it waited is gone from the patience."""
     import torch
     import torch.distributed as dist
 
     dist.barrier()
     quiet = torch.tensor(1)
     if dist.get_rank() == 0:
-        quiet[...] = int(wait_until_idle(patience))
+        began = time.monotonic()
+        quiet[...] = int(wait_until_idle(options.patience))
+        options.patience = max(options.patience - (time.monotonic() - began), 0.0)
     dist.broadcast(quiet, 0)
     return bool(quiet)
 
@@ -139,7 +141,7 @@ def rank_gemm(options: argparse.Namespace) -> dict[str, Any]:
     from ottava.nn.operand import Operand
     from ottava.nn.product import product
 
-    quiet = rest(options.patience)
+    quiet = rest(options)
     h = options.hidden
     x, w = Operand(torch.randn(options.tokens, h)), Operand(torch.randn(h, h))
     work: Callable[[], Any] = lambda: product([x], [w], [], torch.float32, False)  # noqa: E731
@@ -162,7 +164,7 @@ def rank_training(options: argparse.Namespace) -> dict[str, Any]:
     idle = True
     for turn in range(-1, options.steps):
         for name, step in runs.items():
-            idle &= rest(options.patience) or turn < 0
+            idle &= rest(options) or turn < 0
             stopwatch = Stopwatch()
             began = time.perf_counter()
             with comm_wait_hook(lambda kind: stopwatch if kind == TENSOR else nullcontext()):  # noqa: B023
@@ -370,7 +372,10 @@ def parse(words: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--attempts", type=int, default=3, help="before a missed bar counts (default 3)")
     parser.add_argument(
-        "--patience", type=float, default=20.0, help="seconds to wait for an idle machine, each time (default 20)"
+        "--patience",
+        type=float,
+        default=180.0,
+        help="seconds to wait for an idle machine, in each attempt (default 180)",
     )
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one attempt (default 1800)")
     parser.add_argument(

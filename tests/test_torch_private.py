@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import inspect
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -174,6 +175,24 @@ def test_add_to_all() -> None:
     tensors = [torch.zeros(()), torch.ones(2)]
     torch_private.add_to_all(tensors, 1.0)
     assert [t.tolist() for t in tensors] == [1.0, [2.0, 2.0]]
+
+
+def test_is_compiled() -> None:
+    module = torch.nn.Linear(2, 2)
+    assert not torch_private.is_compiled(module)
+    module.compile(backend="eager")
+    assert torch_private.is_compiled(module)
+
+
+def test_largest_magnitudes_of_many_with_their_nan() -> None:
+    tensors = [
+        torch.tensor([1.0, -3.0]),
+        torch.tensor([[torch.inf]]),
+        torch.tensor([1.0, torch.nan]),
+        torch.zeros(2).bfloat16(),
+    ]
+    found = [float(m) for m in torch_private.largest_magnitudes(tensors)]
+    assert found[:2] == [3.0, torch.inf] and math.isnan(found[2]) and found[3] == 0.0
 
 
 def test_map_instances() -> None:
@@ -532,6 +551,8 @@ def test_every_function_is_tested_here() -> None:
         "copy_all",
         "add_to_all",
         "map_instances",
+        "is_compiled",
+        "largest_magnitudes",
         "generator_state",
         "is_exporting",
         "forget_gathered",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -127,6 +128,16 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 def add_to_all(tensors: list[torch.Tensor], number: float) -> None:
     """tensors[i] += number for all i, in few kernels."""
     torch._foreach_add_(tensors, number)
+
+
+def is_compiled(module: Any) -> bool:
+    """Whether `module.compile()` was called: its calls go to torch.compile."""
+    return module._compiled_call_impl is not None
+
+
+def largest_magnitudes(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The largest magnitude of each tensor, NaN where there is one, in a few launches for all. Not for FP8, nor for empty tensors."""
+    return list(torch._foreach_norm(tensors, math.inf))
 
 
 def map_instances(kind: type, function: Callable, tree: Any) -> Any:

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from ottava.train import loop, state, trust
+from ottava.guard.state import StateWatch
+from ottava.train import loop, state
 from ottava.train.config import (
     CheckpointSection,
     Config,
@@ -101,8 +102,9 @@ def train(
         return found
 
     loop.Loop._backward = watched  # type: ignore[method-assign]
+    sight = state.non_finite, loop.NumberGuard.holds, StateWatch.glance, StateWatch.findings
     if (-1, "blind") in faults:  # from the beginning
-        state.non_finite = lambda _: []  # type: ignore[assignment]
+        _blind()
     count = loop.Loop._count
 
     def noted(self: loop.Loop, batch: loop.Batch) -> float:
@@ -121,7 +123,7 @@ def train(
     finally:
         seen.close()
         loop.Loop._backward, loop.Loop._count = plain, count  # type: ignore[method-assign]
-        state.non_finite = trust.non_finite
+        state.non_finite, loop.NumberGuard.holds, StateWatch.glance, StateWatch.findings = sight  # type: ignore[method-assign]
 
 
 def fault(running: loop.Loop, kind: str) -> None:
@@ -131,8 +133,8 @@ def fault(running: loop.Loop, kind: str) -> None:
         with torch.no_grad():
             values = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             values.view(-1)[0] = float(kind)
-    elif kind == "blind":  # as a release that looks at no numbers
-        state.non_finite = lambda _: []  # type: ignore[assignment]
+    elif kind == "blind":
+        _blind()
     elif kind == "signal":
         running.stop.number = signal.SIGTERM
     elif kind.startswith("full disk"):
@@ -152,6 +154,14 @@ def fault(running: loop.Loop, kind: str) -> None:
         with running.data.sources[0].file.path.open("r+b") as file:
             file.seek(4096)
             file.write(b"\1\0" * 4096)
+
+
+def _blind() -> None:
+    """As a release that looks at no numbers."""
+    state.non_finite = lambda _: []  # type: ignore[assignment]
+    loop.NumberGuard.holds = lambda self, done: []  # type: ignore[method-assign]
+    StateWatch.glance = lambda self, device: torch.zeros((), dtype=torch.float64)  # type: ignore[method-assign]
+    StateWatch.findings = lambda self: []  # type: ignore[method-assign]
 
 
 def lines(config: Config) -> list[dict[str, Any]]:

@@ -68,7 +68,7 @@ def test_weights_that_are_not_finite_are_not_saved_and_the_run_goes_back(two, fo
     # After the backward pass of step 4: it is finite itself, and the checkpoint that follows it would hold the number.
     assert two.run(config, faults=((3, kind),)) == exits.DONE, two.said
     assert exact(config) == exact(whole)
-    assert lines(config)[2]["event"] == "rolled back from step 4: not finite"
+    assert lines(config)[2]["event"] == "rolled back from step 4: not finite: weight (weight) of head, rank 1"
 
 
 def test_a_poisoned_newest_checkpoint_is_passed_over_and_does_not_count(two, folder, whole):

@@ -24,10 +24,13 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """What this rank holds of it, as a plain tensor that shares its memory: of a DTensor the local part."""
+    """What this rank holds of it, as a plain tensor that shares its memory: of a DTensor the local part.
+
+    Writes to it leave no trace that autograd or an FP8 copy of the weight could see, as those of hardware.
+    """
     local = torch_private.local_tensor(tensor) if hasattr(tensor, "to_local") else tensor
     master = getattr(local, "master", None)  # a weight with an FP8 copy: the values that are trained
-    return (local if master is None else master).detach()
+    return (local if master is None else master).data
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ COMMANDS = {
     "chaos": "run a job under faults, and see what it survives",
     "status": "how a run is doing: steps, speed, time left, last checkpoint, errors",
     "logs": "logs of a run's ranks, the first error first",
+    "explain": "the story of a run's bad steps: which tensor, which rank, what was done",
     "data": "make token files from text",
     "report": "one HTML page about one run or several",
     "checkpoint": "look at checkpoints",

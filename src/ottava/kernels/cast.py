@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ottava.kernels import tally
 from ottava.kernels.fixed_order import matmul, sum_rows
 from ottava.kernels.registry import define, without_gradients
 from ottava.quant.formats import E2M1_VALUES, NAN_BYTE, Element, e8m0_to_float
@@ -209,6 +210,7 @@ def reference_buffers(
     block scale becomes its largest value.
     """
     check_shape(values.shape[0], values.shape[1], scheme, rowwise, columnwise)
+    tally.count(values)
     row_amax = col_amax = amax
     if amax is not None and scheme.kind == "nvfp4":
         row_amax, col_amax = amax.chunk(2)

@@ -14,6 +14,7 @@ import math
 import torch
 from torch import Tensor
 
+from ottava.kernels import tally
 from ottava.kernels.grid import _block_amax, _encode, _touched
 from ottava.kernels.registry import define
 from ottava.quant.scaling import amax_of
@@ -35,9 +36,13 @@ def amax_shapes(values: list[Tensor], blocks: list[int], offsets: list[int]) -> 
 def _amax_many(values: list[Tensor], blocks: list[int], offsets: list[int]) -> Tensor:
     """float32 numbers of the tensors [m, k], one after the other: `amax_shapes`. A NaN is ignored."""
     if not blocks:
-        return torch.cat([amax_of(x) for x in values])
-    (r, c), at = blocks, _pairs(offsets)
-    return torch.cat([_block_amax(x, r, c, top, left).flatten() for x, (top, left) in zip(values, at, strict=True)])
+        found = torch.cat([amax_of(x) for x in values])
+    else:
+        (r, c), at = blocks, _pairs(offsets)
+        parts = zip(values, at, strict=True)
+        found = torch.cat([_block_amax(x, r, c, top, left).flatten() for x, (top, left) in parts])
+    tally.count_amax(found)
+    return found
 
 
 def _amax_many_fake(values: list[Tensor], blocks: list[int], offsets: list[int]) -> Tensor:
@@ -51,7 +56,9 @@ def _amax_many_cuda(values: list[Tensor], blocks: list[int], offsets: list[int])
     if not many_triton.fits(values, values, blocks):
         return _amax_many(values, blocks, offsets)
     sizes = [math.prod(shape) for shape in amax_shapes(values, blocks, offsets)]
-    return many_triton.amax(values, sizes, blocks, _pairs(offsets))
+    found = many_triton.amax(values, sizes, blocks, _pairs(offsets))
+    tally.count_amax(found)
+    return found
 
 
 amax_many = define("amax_many", _amax_many, _amax_many_fake, _amax_many_cuda)

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ottava.kernels import activation as activations
-from ottava.kernels import activation_amax_triton
+from ottava.kernels import activation_amax_triton, tally
 from ottava.kernels.cast import BufferTensors, check_scale, reference_buffers
 from ottava.kernels.launch import Launch, Launcher
 from ottava.kernels.tile_kernel import tile_kernel
@@ -145,7 +145,7 @@ class ActivationBackward(Activation):
 
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _DEFAULTS: dict[str, Any] = {
-    **dict.fromkeys(("dy_ptr", "gamma_ptr", "beta_ptr", "mean_ptr", "rstd_ptr", "scale_ptr", "amax_in_ptr")),
+    **dict.fromkeys(("dy_ptr", "gamma_ptr", "beta_ptr", "mean_ptr", "rstd_ptr", "scale_ptr", "amax_in_ptr", "bad_ptr")),
     **dict.fromkeys(("row_ptr", "row_scale_ptr", "col_ptr", "col_scale_ptr", "amax_ptr", "sum_ptr", "values_ptr")),
     "dy_stride": 0, "col_stride": 0, "ACT": "none", "GATED": False, "BETA": False, "CENTER": False, "ZERO_CENTERED": False, "SCALE": "none",
     "E5M2": False, "FP8_MAX": 448.0, "EPSILON": 0.0, "POWER_OF_TWO": False, "INF_VALUE": 0.0, "ROWWISE": False, "COLUMNWISE": False,
@@ -315,7 +315,7 @@ def quantize(
     if x.shape[0] == 0 or x.shape[1] == 0:
         values = x.new_empty(x.shape[0], producer.width())
         return reference_buffers(values, Scheme.parse(scheme), scale, amax_in, rowwise, columnwise, x.dtype)
-    tensors: list[Any] = [x, *producer.tensors]
+    tensors: list[Any] = [x, *producer.tensors, tally.counter(x)]
     if plan.amax == "kernel":
         amax_out = zero_like(x)
         tensors += (scale, amax_out)
@@ -367,9 +367,8 @@ def _quantize_plan(
     source = "none"
     if scheme.per_tensor:
         source = "kernel" if scale is not None else "producer" if amax_in is None else "given"
-    pointers: tuple[str, ...] = {"none": (), "kernel": ("scale_ptr", "amax_ptr")}.get(
-        source, ("amax_in_ptr", "amax_ptr")
-    )
+    pointers: tuple[str, ...] = ("bad_ptr",)
+    pointers += {"none": (), "kernel": ("scale_ptr", "amax_ptr")}.get(source, ("amax_in_ptr", "amax_ptr"))
     pointers += ("row_ptr", "row_scale_ptr") if rowwise else ()
     pointers += ("col_ptr", "col_scale_ptr") if columnwise else ()
     pointers += ("sum_ptr",) if sums is not None else ()

@@ -24,6 +24,20 @@ def _raise(amax_ptr, amax):
 
 
 @triton.jit
+def _not_finite(v):
+    """1 where v is NaN or infinite: its exponent is all ones."""
+    return ((v.to(tl.int32, bitcast=True) & 0x7F800000) == 0x7F800000).to(tl.int32)
+
+
+@triton.jit
+def _count(bad_ptr, even, odd):
+    """*bad_ptr += how many numbers of the two halves are not finite."""
+    count = tl.sum(_not_finite(even) + _not_finite(odd))
+    if count > 0:
+        tl.atomic_add(bad_ptr, count)
+
+
+@triton.jit
 def _scale_of(amax, FP8_MAX: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr, INF_VALUE: tl.constexpr):
     """The twin of `scaling.scale_from_amax`."""
     if EPSILON > 0:
@@ -147,7 +161,7 @@ def _store_rowwise(
 
 @triton.jit
 def _consume(
-    even, odd, row0, col0, col_end, M, K, col_stride, scale,
+    even, odd, row0, col0, col_end, M, K, col_stride, scale, bad_ptr,
     row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, sum_ptr, values_ptr,
     KIND: tl.constexpr, E5M2: tl.constexpr, FP8_MAX: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     INF_VALUE: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, AMAX: tl.constexpr, SUM: tl.constexpr,
@@ -163,6 +177,8 @@ def _consume(
         even, odd = even.to(DTYPE).to(tl.float32), odd.to(DTYPE).to(tl.float32)
     if AMAX == "rounded":
         _raise(amax_ptr, tl.max(tl.maximum(tl.abs(even), tl.abs(odd))))
+    if (KIND != "values") & (KIND != "none"):
+        _count(bad_ptr, even, odd)
     if SUM:
         tl.store(
             sum_ptr + (row0 // BM).to(tl.int64) * K + col0 + c, tl.sum(even + odd, axis=0), mask=col0 + c < col_end
@@ -255,7 +271,7 @@ def _produce(
 @triton.jit
 def tile_kernel(
     x_ptr, dy_ptr, gamma_ptr, beta_ptr, mean_ptr, rstd_ptr, x_stride, dy_stride,
-    scale_ptr, amax_in_ptr,
+    scale_ptr, amax_in_ptr, bad_ptr,
     row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, sum_ptr, values_ptr,
     M, K, col_stride,
     PRODUCER: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BETA: tl.constexpr, CENTER: tl.constexpr,
@@ -294,12 +310,12 @@ def tile_kernel(
     if (PRODUCER == "activation_backward") and GATED:
         WIDTH = 2 * K
         _consume(
-            even_twin, odd_twin, row0, col0 + K, WIDTH, M, WIDTH, col_stride, scale,
+            even_twin, odd_twin, row0, col0 + K, WIDTH, M, WIDTH, col_stride, scale, bad_ptr,
             row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, sum_ptr, values_ptr,
             KIND, E5M2, FP8_MAX, EPSILON, POWER_OF_TWO, INF_VALUE, ROWWISE, COLUMNWISE, AMAX, SUM, ROUND, DTYPE, EVEN, BM, BK,
         )  # fmt: skip
     _consume(
-        even, odd, row0, col0, K, M, WIDTH, col_stride, scale,
+        even, odd, row0, col0, K, M, WIDTH, col_stride, scale, bad_ptr,
         row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, sum_ptr, values_ptr,
         KIND, E5M2, FP8_MAX, EPSILON, POWER_OF_TWO, INF_VALUE, ROWWISE, COLUMNWISE, AMAX, SUM, ROUND, DTYPE, EVEN, BM, BK,
     )  # fmt: skip

@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from ottava.distributed.vocabulary import VocabParallelHead, sum_over_ranks
+from ottava.kernels import tally
 from ottava.kernels.cast import Buffers, operand_amax
 from ottava.kernels.cross_entropy import check_loss, check_targets, fixed_sum
 from ottava.kernels.head_loss import Terms, add_product_
@@ -173,6 +174,7 @@ class _QuantizedProducts(_Products):
 
     def __init__(self, weight: Tensor, plan: _Plan, dtype: torch.dtype) -> None:
         assert plan.quantization is not None
+        tally.slot = tally.ELSEWHERE
         self.plan, self.dtype, self.quantization = plan, dtype, plan.quantization
         self.w = self._split(weight, self.quantization.weight, True, plan.wants_dx)
 

@@ -26,7 +26,7 @@ from ottava import recipe
 from ottava.checkpoint import Reader
 from ottava.checkpoint.boxes import Box
 from ottava.checkpoint.digest import algorithm
-from ottava.checkpoint.errors import listed
+from ottava.checkpoint.errors import CheckpointError, listed
 from ottava.checkpoint.files import About, encode_state
 from ottava.checkpoint.manifest import json_object, read_at_most
 from ottava.checkpoint.names import MAX_JSON_BYTES, STATE, check_file_name, open_inside
@@ -130,13 +130,25 @@ def _specs(config: LlamaConfig, dtype: str) -> dict[str, Spec]:
 def _exported(reader: Reader, config: LlamaConfig, dtype: str) -> Iterator[tuple[str, Tensor]]:
     """Their tensors, in the order of `_specs`."""
     for row in rows(config):
-        for name, tensor in row.export(_weight(reader, row)).items():
+        for name, tensor in row.export(_checked(_weight(reader, row), row.ours)).items():
             if _quantized(name, tensor.shape, dtype):
                 q: Any = quantize(tensor.float(), recipe.Float8BlockScaling(), role="weight", columnwise=False)
                 yield name, q.rowwise_data.view(torch.float8_e4m3fn)
                 yield name + SCALE, q.rowwise_scale_inv
             else:
                 yield name, tensor.to(_PLAIN[dtype])
+
+
+def _checked(tensor: Tensor, name: str) -> Tensor:
+    """A model that is handed on has numbers only."""
+    values = tensor.float() if tensor.element_size() == 1 else tensor
+    bad = tensor.numel() - int(values.isfinite().sum())
+    if bad:
+        raise CheckpointError(
+            f"{name} has {bad} numbers that are not finite: a model that makes NaN is not exported. Take an earlier checkpoint "
+            "(`ottava checkpoint ls` lists them)."
+        )
+    return tensor
 
 
 def _weight(reader: Reader, row: Row) -> Tensor:

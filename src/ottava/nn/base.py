@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ottava import torch_private
+from ottava.kernels import tally
 from ottava.kernels.cast import Buffers, operand_amax
 from ottava.kernels.registry import plain_functions
 from ottava.nn import weights
@@ -18,7 +19,7 @@ from ottava.nn.construction import ORDER
 from ottava.nn.direct import direct
 from ottava.nn.initialize import materialize_
 from ottava.nn.parallel_module import ParallelModule
-from ottava.nn.stage import Chain, DelayedTensors, Stage, StageTensors, Texts
+from ottava.nn.stage import Chain, DelayedTensors, Stage, StageTensors, Texts, count_into
 from ottava.nn.strategy import backend, local
 from ottava.notices import warn_once
 from ottava.quant.delayed import DelayedState
@@ -104,6 +105,8 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
     """Stages that run side by side, on groups of rows (see `Chain`)."""
     stage_names: tuple[str, ...] = ("",)
     """What is put before "input", "weight" and "grad" to name the operands of each stage."""
+    tally = 0
+    """See `Chain.tally`."""
     handed: dict[str, Any] | None = None
     """What a compiled forward takes instead of its weights: [Note: handed weights] in `traced_weights.py`."""
     plain = False
@@ -280,7 +283,13 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
         # An id in the compiled code would make it this module's alone.
         shared = compiling and (self.handed is not None or not any(stage.delayed for stage in stages))
         owner = 0 if shared else self.delayed.id
-        return Chain(described, record, calibrate, owner, self.groups, straight)
+        slots = 0 if compiling else self.tally
+        return Chain(described, record, calibrate, owner, self.groups, straight, slots)
+
+    def count_from(self, slot: int) -> int:
+        """Counts what is not finite from `slot` on (see `Chain.tally`); returns the first slot after those of this module."""
+        self.tally, self._last_chain = slot, None
+        return slot + len(tally.OPERANDS) * self.delayed.stages
 
     def state(self, scale: Tensor | None) -> DelayedTensors | None:
         """What `run_chain` takes as its state."""
@@ -340,6 +349,7 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
         )
         columnwise = wanted and not later and stage.weight.two_copies
         ops = torch.ops.ottava if stage.texts is None else plain_functions(weight)
+        count_into(chain, index, 1)
         q = Buffers(*ops.quantize(weight.detach(), scheme, weight_scale, amax, True, columnwise))
         if stage.delayed and chain.record:
             ops.record_amax_(self.delayed.fwd_amax_history, q.rowwise_amax, 3 * index + 1, 0)

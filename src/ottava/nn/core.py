@@ -46,6 +46,7 @@ from ottava.nn.stage import (
     StageGradients,
     StageTensors,
     column_of,
+    count_into,
     grad_column,
     input_column,
     pack,
@@ -312,6 +313,7 @@ def _quantize_gradient(chain: Chain, number: int, grad: Gradient, state: Delayed
         amax = grad.quantized.rowwise_amax
     else:
         scale = column_of(state.bwd_scale, grad_column(number)) if stage.delayed else None
+        count_into(chain, number, 2)
         grad, amax = _quantized_gradient(stage, grad, scale, whole)
     if stage.delayed:
         ops.record_amax_(state.bwd_history, amax, grad_column(number), chain.owner)
@@ -374,6 +376,7 @@ def _activation_backward(
     if before is None or not _quantizes_gradient(before) or _shares_gradient_amax(before):
         return Gradient(ops.activation_backward(dgrad, s.h, name))
     scale = column_of(state.bwd_scale, grad_column(earlier)) if before.delayed else None
+    count_into(chain, earlier, 2)
     *q, column_sum = ops.activation_backward_quantize(
         dgrad, s.h, name, str(before.fused_grad or before.grad), scale, None, True, True, needs_bias
     )
@@ -408,6 +411,7 @@ class _ChainFunction(torch.autograd.Function):
             added = residual if start == 0 else None
             for number, part in enumerate(_parts(h, splits), start):
                 t = tensors[number]
+                count_into(chain, number, 0)
                 if stage.input is None:
                     one = _make_unquantized(stage, part, added, t)
                 else:

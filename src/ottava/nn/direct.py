@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ottava.kernels import tally
 from ottava.kernels.registry import plain_functions
 from ottava.nn import gradient_amax
 from ottava.nn.operand import Operand
-from ottava.nn.stage import Chain, DelayedTensors, Saved, Stage, StageTensors, grad_column, input_column
+from ottava.nn.stage import Chain, DelayedTensors, Saved, Stage, StageTensors, count_into, grad_column, input_column
 from ottava.nn.strategy import ALONE
 from ottava.quant.weight import gradient_dtype
 
@@ -45,6 +46,7 @@ def forward(
     ops = plain_functions(h)
     saved: list[Any] = []
     dtypes = []
+    slots = chain.tally
     added, total = residual, h
     for number, stage in enumerate(chain.stages):
         gamma, beta, weight, bias, *copies = flat[WIDTH * number : WIDTH * (number + 1)]
@@ -62,6 +64,8 @@ def forward(
         if stage.delayed:
             place = input_column(number)
             scale = fwd_scale[place : place + 1]
+        if slots:
+            tally.slot = slots + 3 * number
         if stage.norm is not None:
             norm, amax = stage.norm, None
             wants_amax = scale is None and stage.input.per_tensor  # type: ignore[union-attr]
@@ -136,6 +140,7 @@ def backward(
         stage, at = chain.stages[number], WIDTH * number
         saved = Saved._make(kept[KEPT * number : KEPT * (number + 1)])
         if quantized is None and stage.texts is not None:
+            count_into(chain, number, 2)
             scale = _scale(ctx, number)
             amax = gradient_amax.find(value) if scale is None and stage.grad.per_tensor else None  # type: ignore[union-attr]
             quantized = ops.quantize(value, stage.texts.grad, scale, amax, True, True)
@@ -163,6 +168,7 @@ def backward(
         elif stage.activation is not None:
             before, needs_bias = chain.stages[number - 1], bool(needs[FIRST + at - WIDTH + BIAS])
             scale = _scale(ctx, number - 1)
+            count_into(chain, number - 1, 2)
             *quantized, sums = ops.activation_backward_quantize(
                 dx, saved.h, stage.activation, before.texts.fused_grad, scale, None, True, True, needs_bias
             )

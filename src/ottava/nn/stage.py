@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
+from ottava.kernels import tally
 from ottava.kernels.cast import Buffers
 from ottava.nn.operand import Operand
 from ottava.nn.strategy import Strategy
@@ -80,6 +81,8 @@ class Chain:
     groups: int = 1
     direct: bool = False
     """See [Note: direct chains] in `direct.py`."""
+    tally: int = 0
+    """The first of three slots a stage into which what is not finite is counted ([Note: slots] in `kernels/tally.py`); 0: none."""
 
 
 class DelayedTensors(NamedTuple):
@@ -104,6 +107,12 @@ def weight_column(stage: int) -> int:
 def grad_column(stage: int) -> int:
     """The column of the backward state that belongs to the gradient of its output."""
     return 2 * stage
+
+
+def count_into(chain: Chain, stage: int, operand: int) -> None:
+    """What is quantized next is this operand (0 input, 1 weight, 2 gradient) of stage number `stage`."""
+    if chain.tally:
+        tally.slot = chain.tally + 3 * stage + operand
 
 
 def column_of(scale: Tensor | None, column: int) -> Tensor | None:

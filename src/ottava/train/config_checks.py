@@ -40,6 +40,7 @@ AT_LEAST: dict[tuple[str, str], float] = {
     ("health", "retries"): 0,
     ("health", "spike_factor"): 0,
     ("health", "spike_window"): 2,
+    ("health", "replay_every"): 0,
     ("health", "watchdog_s"): 0,
     ("health", "watchdog_start_s"): 0,
     ("health", "watchdog_save_s"): 0,

@@ -1,14 +1,16 @@
 """FP8 health: how well the numbers of every layer fit the format they are multiplied in.
 
 On a step that is looked at, the operands of every quantized product are seen on their way in: inputs and weights in the forward
-pass, gradients in the backward pass. Two counts an operand, made on the device and read when the step is over. On all other steps
+pass, gradients in the backward pass. Three counts an operand, made on the device and read when the step is over. On all other steps
 nothing is installed, so they cost nothing.
 
     amax        largest magnitude (for blocks: an upper bound, from the scales)
     scale       smallest of the factors that values were multiplied by
     underflow   share of values that are 0 in the format (those that were 0 before are among them)
     saturated   share of values at the format's largest magnitude (the one that a current scale is made from is among them)
+    non_finite  numbers that were NaN or infinite when they were quantized, of all microbatches; of weights with an FP8 copy, NaNs
 
+A figure that is not finite itself is null.
 Shares of large operands are those of every n-th row, about a million values.
 """
 
@@ -24,10 +26,12 @@ from torch import Tensor, nn
 
 from ottava import torch_private
 from ottava.checkpoint.placement import modules_of
+from ottava.kernels import tally
 from ottava.nn.base import QuantizedModule
 from ottava.nn.operand import Operand
 from ottava.nn.product import watching
 from ottava.train.config import Config
+from ottava.train.metrics import finite
 from ottava.train.model import DistributedModel
 from ottava.train.report import HEALTH_FILE
 from ottava.train.world import World
@@ -36,8 +40,11 @@ SAMPLE = 2**20
 """Values (bytes) that are counted of an operand, more or less."""
 
 
-def figures(operand: Operand) -> Tensor:
-    """(amax, scale, underflow, saturated) of a quantized operand, float32 [4] on the device."""
+FIGURES = ("amax", "scale", "underflow", "saturated", "non_finite")
+
+
+def figures(operand: Operand, counted: Tensor | None = None) -> Tensor:
+    """FIGURES of a quantized operand, float32 [5] on the device. counted: what the tally has of it."""
     scheme = operand.scheme
     assert scheme is not None and operand.scale_inv is not None and operand.amax is not None
     element, codes = scheme.element, operand.data.view(torch.uint8)
@@ -46,13 +53,17 @@ def figures(operand: Operand) -> Tensor:
     inverse = scheme.scales_as_float(operand.scale_inv).amax()
     amax = operand.amax.amax() if operand.amax.numel() else inverse * element.max
     zero, top = (magnitude == 0).sum() / size, (magnitude == element.largest_code).sum() / size
-    return torch.stack([amax.float(), 1.0 / inverse, zero, top])
+    # FP8 keeps a NaN as one; an infinity it does not.
+    bad = (magnitude > element.largest_code).sum() + ~amax.isfinite()
+    bad = bad if counted is None else torch.maximum(bad, counted.reshape(()))
+    return torch.stack([amax.float(), 1.0 / inverse, zero, top, bad.float()])
 
 
 class _Passing:
     """One module on its way forward or back: which of its products comes next."""
 
     def __init__(self, name: str, module: QuantizedModule) -> None:
+        self.tally = module.tally
         self._names = [f"{name}.{stage}" for stage in module.stage_names]
         self._groups = module.groups
         self._again = torch_private.inside_backward()
@@ -62,6 +73,10 @@ class _Passing:
     def done(self) -> bool:
         """Whether all products of the forward pass were made. A recomputation stops then, before the module's forward ends."""
         return self._made == len(self._names)
+
+    def slot(self, stage: str, operand: int) -> int:
+        """Of the tally: where what is not finite of this operand is counted; 0: nowhere."""
+        return self.tally + 3 * self._names.index(stage) + operand if self.tally else 0
 
     def next_forward(self) -> str | None:
         """The name of the stage that multiplies; None for a forward that runs again in backward."""
@@ -130,31 +145,31 @@ class Fp8Health:
 
     def _look(self, a: Operand, b: Operand) -> None:
         if self._forward is not None:
-            stage = self._forward.next_forward()
+            passing, stage = self._forward, self._forward.next_forward()
             self._forward = None if self._forward.done else self._forward
             if stage is None:
                 return
-            self._note(f"{stage}input", a)
-            self._note(f"{stage}weight", b)
+            self._note(f"{stage}input", a, passing.slot(stage, 0))
+            self._note(f"{stage}weight", b, passing.slot(stage, 1))
         elif self._backward is not None:
             back = self._backward.next_backward()
             if back is not None:
-                self._note(f"{back}grad", a)
+                self._note(f"{back}grad", a, self._backward.slot(back, 2))
 
-    def _note(self, name: str, operand: Operand) -> None:
+    def _note(self, name: str, operand: Operand, slot: int) -> None:
         """The last microbatch stands for all."""
-        self._figures[name] = figures(operand)
+        counted = tally.counts(operand.data.device)[slot] if slot else None
+        self._figures[name] = figures(operand, counted)
 
     def _write(self, step: int) -> None:
         names = list(self._figures)
         if not names:
             return
         values = torch.stack([self._figures[name] for name in names]).tolist()
-        keys = ("amax", "scale", "underflow", "saturated")
-        tensors = {name: dict(zip(keys, row)) for name, row in zip(names, values)}
+        tensors = {name: dict(zip(FIGURES, map(finite, row))) for name, row in zip(names, values)}
         self._figures.clear()
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "tensors": tensors}) + "\n")
+            file.write(json.dumps({"step": step, "tensors": tensors}, allow_nan=False) + "\n")
 
 
 def _quantized(model: nn.Module) -> Iterator[tuple[str, QuantizedModule]]:

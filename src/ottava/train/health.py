@@ -2,7 +2,7 @@
 
 A step whose loss or gradient norm is not finite changes no weight: it is skipped. If more than `retries` steps in a row were, the
 weights themselves are suspect and the run goes back to its last checkpoint. A run that has gone back `retries` times without a
-finite step beyond the place where it failed is over: exit code 5.
+good step at the place where it failed is over: exit code 5.
 """
 
 from __future__ import annotations
@@ -33,11 +33,14 @@ class Health:
         self._failed_at = 0  # the last step that was not finite
         self._recent: deque[float] = deque(maxlen=section.spike_window)
 
-    def judge(self, step: int, loss: float, grad_norm: float) -> Verdict:
-        """What to do after the backward pass of `step`. Raises NonFinite where it is over."""
-        if math.isfinite(loss) and math.isfinite(grad_norm):
+    def judge(self, step: int, loss: float, grad_norm: float, bad: float = 0.0) -> Verdict:
+        """What to do after the backward pass of `step`. Raises NonFinite where it is over.
+
+        bad: numbers that are wrong though loss and norm are finite; FP8 saturates what is infinite.
+        """
+        if math.isfinite(loss) and math.isfinite(grad_norm) and not bad:
             self._in_a_row = 0
-            if step > self._failed_at:
+            if step >= self._failed_at:  # past the place where it failed
                 self.rollbacks = 0
             return "fine"
         self._failed_at = max(self._failed_at, step)
@@ -46,7 +49,9 @@ class Health:
             return "skip"
         self.check_rollbacks(
             step,
-            f"Step {step}: loss {loss}, gradient norm {grad_norm}, after {self._in_a_row - 1} skipped steps in a row and",
+            f"Step {step}: loss {loss}, gradient norm {grad_norm}"
+            + (f", {bad:.0f} numbers that are not finite or not plausible" if bad else "")
+            + f", after {self._in_a_row - 1} skipped steps in a row and",
         )
         return "roll back"
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import gc
 import math
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 
 from ottava.distributed.gradients import gradient_sync
 from ottava.distributed.waits import comm_wait_hook
+from ottava.guard.finding import Finding
 from ottava.optimizers import FusedAdam
 from ottava.overlap import measuring
 from ottava.train import exits, run_folder
@@ -35,6 +37,7 @@ from ottava.train.lock import RunLock
 from ottava.train.metrics import read_metrics
 from ottava.train.microbatch_graph import microbatch_graphs
 from ottava.train.model import DistributedModel
+from ottava.train.numbers import NumberGuard
 from ottava.train.optimizer import Numbers, clip_gradients, make_optimizer, set_lr
 from ottava.train.recorder import Recorder, Report
 from ottava.train.sample import generate
@@ -128,15 +131,22 @@ class Step:
     number: int
     """From 1."""
     numbers: Numbers
-    """The sum of this rank's losses, and the norm of the gradients."""
+    """The sum of this rank's losses, the norm of the gradients, and `NumberGuard.reading`."""
     known: tuple[float, float] | None = None
     """(mean loss over all ranks, norm), where the ranks have agreed on them already."""
     tokens: float = 1.0
     """What the sum is divided by for the mean."""
     clipped: dict[str, Any] | None = None
-    """What `optimizer.step` is told. None: the step was made, if loss and norm are finite."""
+    """What `optimizer.step` is told. None: the step was made, if loss and norm are finite and nothing is bad."""
     stop: bool = False
     """Whether any rank was asked to stop."""
+    again: Callable[[], Any] = lambda: None
+    """Forward and backward of the whole step once more."""
+    wrong: list[Finding] = field(default_factory=list)
+    """What a replay has found."""
+    all_bad: float | None = None
+    """`bad` over all ranks, where they have agreed on it already."""
+    event: str | None = None
     lr: float = 0.0
     span: Span | None = None
     validation: float | None = None
@@ -150,6 +160,11 @@ class Step:
     def grad_norm(self) -> float:
         """Over all ranks, before it was clipped."""
         return self.known[1] if self.known else self.numbers.read()[1]
+
+    @property
+    def bad(self) -> float:
+        """Numbers that are wrong though loss and norm may be finite: operands that are not finite, state that is not plausible."""
+        return sum(self.numbers.read()[2:]) if self.all_bad is None else self.all_bad
 
 
 class Loop:
@@ -190,6 +205,7 @@ class Loop:
         self.done = self._continue() if world.generation else self._resume()
         self.clock, self.health = Clock(world.device), Health(config.health)
         self.fp8 = Fp8Health(config, self.model, world)
+        self.guard = NumberGuard(config, self.model, self.optimizer, world)
         self.graphs = microbatch_graphs(config, self.model, world)
         self.recorder = Recorder(config, world, self.model, self.done, kept.report)
         resources.callback(self.recorder.close)
@@ -209,7 +225,7 @@ class Loop:
         config = self.config.train
         if self.world.sum([float(self.stop.requested)])[0]:
             return exits.STOPPED  # before the first step: there is nothing to save
-        while self.done < config.steps or not self._settle():
+        while self.done < config.steps or not (self._settle() and self._save(last=True)):
             self.clock.restart()
             if self.saves.due(self.done) and (not self._settle() or (self.health.trusted and not self._save())):
                 continue  # rolled back
@@ -218,8 +234,6 @@ class Loop:
                 self._settle()
                 self._save_and_stop()
                 return exits.STOPPED
-        self._begin_save()
-        self.saves.last(self.done)
         return exits.DONE
 
     def _step(self) -> Step | None:
@@ -234,12 +248,14 @@ class Loop:
         if found.clipped is None:  # the GPU goes on with this one while the host learns of the one before
             fine = self._settle()
             self._ahead = found if fine else None
+            fine = fine and (not found.wrong or self._settle())
         else:
             fine = self._judge(found)
         if not fine:
             return None
         self.optimizer.zero_grad()
         self.done = step + 1
+        self.guard.seal(self.done)
         found.span = self.clock.stop()
         found.span.tp_bytes = meter.all_bytes_sent
         found.validation = self._look_at_the_model()
@@ -260,9 +276,11 @@ class Loop:
 
     def _judge(self, found: Step) -> bool:
         """Updates the weights by a finite step, if that was not done on the device. False: the run went back to a checkpoint."""
-        verdict = self.health.judge(found.number, found.loss, found.grad_norm)
-        if verdict == "roll back":
-            self._roll_back(found.number)
+        if found.wrong:
+            self._distrust(found.number, found.wrong)
+            return False
+        verdict = self.health.judge(found.number, found.loss, found.grad_norm, found.bad)
+        if verdict != "fine" and not self._explain(found, verdict):
             return False
         if verdict == "fine" and found.clipped is not None:
             with self.clock("optimizer"):
@@ -270,56 +288,81 @@ class Loop:
                 self.optimizer.step(**found.clipped)
         return True
 
+    def _explain(self, found: Step, verdict: str) -> bool:
+        """Names what made a step bad. False: the run went back to a checkpoint."""
+        own_loss, _, _, *counts = found.numbers.read()
+        wrong = self.guard.investigate(found.number - 1, own_loss, counts, found.again)
+        if any(finding.state for finding in wrong):
+            self._distrust(found.number, wrong)
+            return False
+        found.event = self._tell_bad_step(found, wrong)
+        self.model.forget_infinite_amax()
+        if verdict == "roll back":
+            self._roll_back(found.number, f"not finite{_named(wrong)}")
+        return verdict != "roll back"
+
     def _keep(self, found: Step) -> None:
         """For its line of metrics."""
-        loss, grad_norm, event = found.loss, found.grad_norm, None
-        if not math.isfinite(loss):
-            event = "skipped: non-finite loss"
-        elif not math.isfinite(grad_norm):
-            event = "skipped: non-finite gradient"
-        elif self.health.spike(loss):
+        loss, grad_norm, event = found.loss, found.grad_norm, found.event
+        if event is None and self.health.spike(loss):
             event = "loss spike"
         assert found.span is not None
         self.recorder.keep(found.number, loss, grad_norm, found.lr, found.span, found.validation, event)
 
     def _backward(self, step: int) -> Step:
         """Gradients of the global batch of `step`, clipped, or to be clipped by the optimizer; or the whole step: `_steps_ahead`."""
-        config, model, device = self.config.train, self.model, self.world.device
+        config, model = self.config.train, self.model
         self.watchdog.beat(step, "data")
         with self.clock("data"):
             batch = next(self.batches)
             # Data-parallel ranks average gradients; the mean wanted is that over the tokens of the global batch.
             tokens = self._count(batch)
-            batch = batch.to(device)
+            batch = batch.to(self.world.device)
         model.seed_step(step)
         parts = batch.split(config.micro_batch)
         weight = model.meshes.dp_size / tokens
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        if self.graphs is not None:
-            self.graphs.begin(parts, weight, eager=self.fp8.looks_at(step))
-        for i, part in enumerate(parts):
-            first = None if len(parts) == 1 or config.compile else i == 0
-            with gradient_sync(model.module, i == len(parts) - 1, model.keep_gathered):
-                total += self._microbatch(step, part, weight, first)
+        self.guard.begin()
+        total = self._accumulate(step, parts, weight)
         self.recorder.write()  # a step before; a GPU has its hands full now
+        wrong = self.guard.replay(step, lambda: self._accumulate(step, parts, weight, again=1))
         with self.clock("optimizer"):
             norm, clipped = clip_gradients(model.module, self.optimizer, self.config.optimizer.clip)
-            found = Step(step + 1, Numbers(total, norm), tokens=tokens)
+            reading = self.guard.reading()
+            found = Step(step + 1, Numbers(total, norm, reading), tokens=tokens, wrong=wrong)
+            found.again = partial(self._accumulate, step, parts, weight, again=len(parts))
             if self._steps_ahead:
                 make_step: Any = self.optimizer.step
-                finite = torch.isfinite(norm) & torch.isfinite(total)
+                finite = torch.isfinite(norm) & torch.isfinite(total) & (reading.sum() == 0) & (not wrong)
                 make_step(grad_scale=torch.where(finite, clipped["grad_scale"], math.nan))
         self.watchdog.beat(step, "agreement")
         self.batches.take_early()  # the thread that makes batches works while this one waits
         if self._steps_ahead:
             found.stop = self.stop.requested
             return found
-        loss, grad_norm = found.numbers.read()
-        loss_sum, stops = self.world.sum([loss, float(self.stop.requested)])
+        loss, grad_norm, *counts = found.numbers.read()
+        loss_sum, stops, found.all_bad = self.world.sum([loss, float(self.stop.requested), sum(counts)])
         replicas = self.world.size / model.meshes.dp_size  # tp ranks have the same tokens, each a loss of them
         found.known = loss_sum / replicas / tokens, grad_norm
         found.clipped, found.stop = clipped, stops > 0
         return found
+
+    def _accumulate(self, step: int, parts: list[Batch], weight: float, again: int = 0) -> torch.Tensor:
+        """Gradients of all microbatches; returns the summed loss. again: of the first ones, as they were computed before."""
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        if again:
+            self.optimizer.zero_grad()
+            self.model.seed_step(step)
+        if self.graphs is not None:
+            self.graphs.begin(parts, weight, eager=bool(again) or self.fp8.looks_at(step) or self.guard.due(step))
+        last = (again or len(parts)) - 1
+        for i, part in enumerate(parts[: last + 1]):
+            first = None if len(parts) == 1 or self.config.train.compile else i == 0
+            with (
+                gradient_sync(self.model.module, i == last, self.model.keep_gathered),
+                nullcontext() if again else self.guard.recording(step, i),
+            ):
+                total += self._microbatch(step, part, weight, first)
+        return total
 
     @property
     def _steps_ahead(self) -> bool:
@@ -372,12 +415,15 @@ class Loop:
         self.recorder.write()
         self.world.on_rank0(self.data.check_unchanged)
 
-    def _save(self) -> bool:
-        """A checkpoint. False if the weights were not finite, and the run went back to one where they are."""
+    def _save(self, last: bool = False) -> bool:
+        """A checkpoint. False if the state is not to be trusted, and the run went back to one where it is. last: committed after this."""
         self._begin_save()
         try:
+            if wrong := self.guard.holds(self.done):
+                self._distrust(self.done, wrong)
+                return False
             with self.clock("checkpoint"):
-                self.saves.save(self.done)
+                (self.saves.last if last else self.saves.save)(self.done)
         except NonFinite as error:
             self.say(f"ottava train: {error}")
             self.health.check_rollbacks(self.done, str(error))
@@ -393,6 +439,9 @@ class Loop:
                 raise NonFinite(
                     f"Step {self.done} is not saved: it was skipped, because loss or gradients are not finite."
                 )
+            if wrong := self.guard.holds(self.done):
+                self._tell(self.done, "found", wrong)
+                raise NonFinite(f"Step {self.done} is not saved: {wrong[0].text}.")
             self.saves.last(self.done)
         except NonFinite as error:
             self.say(f"ottava train: {error} The newest checkpoint is of step {self.state.checkpoints.last_saved}.")
@@ -430,8 +479,42 @@ class Loop:
             )
         return config.sample_prompt + tokenizer.decode(tokens)
 
-    def _roll_back(self, failed: int) -> None:
-        """To the last checkpoint; the steps after it are done again, on the same data."""
+    def _distrust(self, failed: int, wrong: list[Finding]) -> None:
+        """The state is wrong, or was computed wrong: it goes back to the last checkpoint. failed: the step, from 1."""
+        self._tell(failed, "found", wrong)
+        self.health.check_rollbacks(failed, f"Step {failed}: {wrong[0].text}, after")
+        kinds = {"non-finite": "not finite", "implausible": "not plausible"}
+        intact = not any(finding.state for finding in wrong)
+        self._roll_back(failed, f"{kinds.get(wrong[0].kind, 'silent corruption')}{_named(wrong)}", intact)
+
+    def _tell(self, step: int, what: str, wrong: list[Finding]) -> None:
+        text = f"{wrong[0].text[0].upper()}{wrong[0].text[1:]}."
+        if len(wrong) > 1:
+            text += f" {len(wrong) - 1} more tensors are wrong."
+        self.guard.events.tell(step, what, text, wrong)
+        self.say(f"ottava train: {text}")
+
+    def _tell_bad_step(self, found: Step, wrong: list[Finding]) -> str:
+        """Names what made it bad; returns what the line of metrics says of it."""
+        step = found.number
+        if not math.isfinite(found.loss):
+            what = "non-finite loss"
+        elif not math.isfinite(found.grad_norm):
+            what = "non-finite gradient"
+        else:
+            what = "non-finite numbers that FP8 hides"
+        text = f"Step {step} has a {what}" if "numbers" not in what else f"Step {step} has {what}"
+        text += f": {wrong[0].text}." if wrong else "; run again, every tensor is finite: transient."
+        self.guard.events.tell(step, "skipped", text, wrong, loss=found.loss, grad_norm=found.grad_norm, bad=found.bad)
+        if wrong:
+            self.say(f"ottava train: {text}")
+        return f"skipped: {what}{_named(wrong)}"
+
+    def _roll_back(self, failed: int, why: str = "not finite", intact: bool = False) -> None:
+        """To the last checkpoint; the steps after it are done again, on the same data.
+
+        intact: the state is good as it is, if there is no checkpoint.
+        """
         self.batches.close()
         self._ahead, loaded = None, None
         if (
@@ -440,16 +523,24 @@ class Loop:
             self.state.checkpoints.rotten.add(self._back_at)
             loaded = self.state.load(below=self._back_at)
         loaded = loaded or self.state.load()
-        if loaded is None:
-            raise NonFinite(f"Step {failed} is not finite, and there is no checkpoint to go back to.")
+        if loaded is None and not intact:
+            raise NonFinite(f"Step {failed} ({why}) cannot be trusted, and there is no checkpoint to go back to.")
         self.health.rolled_back()
         self.optimizer.zero_grad()
+        self.guard.forget()
         if self.graphs is not None:
             self.graphs.forget()
-        self.done = self._back_at = loaded.step
+        if loaded is not None:
+            self.done = self._back_at = loaded.step
         self.batches = self._prefetch()
-        self.recorder.rewind(self.done, f"rolled back from step {failed}: not finite")
-        self.say(f"Step {failed} is not finite: back to the checkpoint of step {self.done}.")
+        self.recorder.rewind(self.done, f"rolled back from step {failed}: {why}")
+        text = (
+            f"Step {failed}: {why}: back to "
+            + ("the checkpoint of " if loaded else "the end of ")
+            + f"step {self.done}."
+        )
+        self.guard.events.tell(failed, "rolled back", text, to=self.done)
+        self.say(text)
 
     # ------------------------------------------------------------------------------------------------ beginning and end
 
@@ -524,6 +615,11 @@ class Loop:
         """Prints, once."""
         if self.world.leads:
             say(text)
+
+
+def _named(wrong: list[Finding]) -> str:
+    """What follows a kind of trouble in a line of metrics."""
+    return f": {wrong[0].short}" if wrong else ""
 
 
 def open_data(config: Config) -> tuple[Data, Data | None]:

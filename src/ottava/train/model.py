@@ -96,20 +96,42 @@ class DistributedModel:
     @contextmanager
     def eval_scope(self) -> Iterator[None]:
         """A forward pass that leaves no trace: no gradients, no dropout, and delayed scales as they were."""
-        kept = [{name: getattr(state, name).clone() for name in BUFFERS} for state in self._delayed() if state.used]
         training = self.module.training
         self.module.eval()
         try:
-            with torch.no_grad():
+            with self.unchanged(), torch.no_grad():
                 yield
         finally:
             self.module.train(training)
             for module in self.module.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()  # where forward leaves weights gathered, it is backward that would have freed them
-            for state, buffers in zip((s for s in self._delayed() if s.used), kept):
-                for name, value in buffers.items():
-                    getattr(state, name).copy_(value)
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Passes that leave delayed scales as they were."""
+        kept = self.delayed_buffers()
+        try:
+            yield
+        finally:
+            self.set_delayed_buffers(kept)
+
+    def forget_infinite_amax(self) -> None:
+        """What a bad step has recorded for delayed scaling: an infinity would keep scales as they are until it leaves the history."""
+        for state in self._delayed():
+            if state.used:
+                for history in (state.fwd_amax_history, state.bwd_amax_history):
+                    history.nan_to_num_(0.0, 0.0, 0.0)
+
+    def delayed_buffers(self) -> list[dict[str, torch.Tensor]]:
+        """Copies of the scales and histories of all modules that have used theirs."""
+        return [{name: getattr(state, name).clone() for name in BUFFERS} for state in self._delayed() if state.used]
+
+    def set_delayed_buffers(self, kept: list[dict[str, torch.Tensor]]) -> None:
+        """To what `delayed_buffers` gave."""
+        for state, buffers in zip((s for s in self._delayed() if s.used), kept):
+            for name, value in buffers.items():
+                getattr(state, name).copy_(value)
 
     def seed_step(self, step: int) -> None:
         """Random numbers of a step are a function of (seed, step, rank): a checkpoint has none to keep."""

@@ -93,7 +93,9 @@ def clip_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, limit: fl
 
 
 class Numbers:
-    """A few numbers of a device on their way to the host. What is launched after this was made need not be done when they are read.
+    """A few numbers of a device, and vectors of some, on their way to the host, in one list.
+
+    What is launched after this was made need not be done when they are read.
 
     >>> numbers = Numbers(loss, norm)
     >>> optimizer.step()
@@ -101,7 +103,7 @@ class Numbers:
     """
 
     def __init__(self, *numbers: Tensor) -> None:
-        together = torch.stack([number.detach().double() for number in numbers])
+        together = torch.cat([number.detach().double().reshape(-1) for number in numbers])
         self._event: torch.cuda.Event | None = None
         if together.is_cuda:
             self._numbers = torch.empty(together.shape, dtype=together.dtype, pin_memory=True)

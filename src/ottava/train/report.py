@@ -250,13 +250,14 @@ def _health_card(run: Run) -> str:
         for tensor, found in (item for look in looks for item in look.get("tensors", {}).items()):
             row = rows.setdefault(_layer(tensor), [None] * len(columns))
             lost = float(found.get("underflow") or 0.0) + float(found.get("saturated") or 0.0)
+            lost = 1.0 if found.get("non_finite") else lost
             row[i] = max(lost, row[i] or 0.0)
     ordered = dict(
         sorted(rows.items(), key=lambda item: [int(n) if n.isdigit() else n for n in re.split(r"(\d+)", item[0])])
     )
     chart = charts.heat_map("FP8 health", [f"step {looks[-1]['step']:,}" for looks in columns], ordered)
     scale = "".join(_key(charts.shade(share), charts.percent(share)) for share in (0.0, 0.001, 0.01, 0.1))
-    note = f"Values that underflow or saturate, in the worst tensor of a layer: {scale}"
+    note = f"Values that underflow or saturate, in the worst tensor of a layer (all of them, where some are NaN or infinite): {scale}"
     return _card(f"FP8 health: {run.name}", chart, note)
 
 

@@ -1,4 +1,5 @@
-"""The folder of a run: config.toml, data.json, lock, metrics.jsonl, fp8.jsonl, summary.json, checkpoints/, stalls/.
+"""The folder of a run: config.toml, data.json, lock, metrics.jsonl, fp8.jsonl, events.jsonl, summary.json,
+checkpoints/, stalls/.
 
 A run that is there already is continued, and has to be the same run: `check_same` names what would make it another.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import secrets
@@ -162,6 +163,30 @@ class World:
     def share(self, value: Any) -> Any:
         """What the leading rank has."""
         return exchange.broadcast(value)  # on the CPU, so over gloo
+
+    def gather_values(self, value: Any) -> list[Any]:
+        """What every rank has, in order of rank, in every rank: values that JSON can hold.
+
+        >>> world.gather_values({"rank": world.rank})
+        [{'rank': 0}, {'rank': 1}]
+        """
+        text = json.dumps(value).encode()
+        return [
+            json.loads(bytes(row.tolist())) for row in self.gather_tensor(torch.tensor(list(text), dtype=torch.uint8))
+        ]
+
+    def gather_tensor(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of all ranks, [n, ...] on the CPU, in order of rank; n may differ from rank to rank."""
+        if self.size == 1:
+            return [rows]
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([rows.shape[0]]))
+        longest = max(int(length) for length in lengths)
+        padded = rows.new_zeros(longest, *rows.shape[1:])
+        padded[: rows.shape[0]] = rows
+        everyone = [torch.zeros_like(padded) for _ in range(self.size)]
+        dist.all_gather(everyone, padded)
+        return [part[: int(length)] for part, length in zip(everyone, lengths)]
 
     def on_rank0(self, work: Callable[[], T]) -> T | None:
         """`work()` in the leading rank alone, and its result there. A ValueError or OSError of it is raised in every rank.
