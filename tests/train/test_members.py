@@ -26,7 +26,15 @@ def _one_process(monkeypatch):
 
 @pytest.fixture
 def store():
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield served
+    for generation in range(
+        1, 9
+    ):  # nobody waits in native code when the process ends: ranks leave by os._exit, tests do not
+        dist.PrefixStore(PREFIX, served).compare_set(f"plan/{generation}", "", Plan(()).encode())
+    for thread in threading.enumerate():
+        if thread.name == "ottava members":
+            thread.join(10)
 
 
 def come(store: Any, seat: int, met: dict[int, Any]) -> threading.Thread:
