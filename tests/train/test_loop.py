@@ -209,7 +209,7 @@ def test_more_in_a_row_than_allowed_roll_back(two, folder, whole):
 
 
 def test_a_step_that_is_judged_when_the_next_one_is_launched_rolls_back_all_the_same(folder):
-    """One rank with FusedAdam: weights that are NaN from step 6 on are seen one step later, and the lines are those of a sound run."""
+    """One rank with FusedAdam: weights that are NaN from step 6 on are seen later, and the lines are those of a sound run."""
     fused = {"optimizer": {"name": "fused_adam"}, "health": {"retries": 1}}
     sound, poisoned = tiny(folder, "ahead", **fused), tiny(folder, "ahead-nan", **fused)
     with Ranks(1) as ranks:
@@ -217,7 +217,7 @@ def test_a_step_that_is_judged_when_the_next_one_is_launched_rolls_back_all_the_
         assert one.run(sound) == exits.DONE, one.said
         assert one.run(poisoned, faults=((5, "nan"),)) == exits.DONE, one.said
     assert [line["step"] for line in lines(sound)] == list(range(1, 11))
-    assert lines(poisoned)[4]["event"] == "rolled back from step 8: not finite"
+    assert lines(poisoned)[4]["event"].startswith("rolled back from step 7: not finite")
     assert exact(poisoned) == exact(sound)
 
 

@@ -28,7 +28,7 @@ from ottava.checkpoint.boxes import Part
 from ottava.checkpoint.checkpoints import Checkpoints
 from ottava.checkpoint.load import Loaded, Relaxed
 from ottava.checkpoint.placement import Placed, modules_of, placed_parameters
-from ottava.distributed.fsdp import refresh
+from ottava.distributed.fsdp import keeps_copies, refresh
 from ottava.nn.random_streams import CudaRNGStatesTracker
 from ottava.nn.rotary import RotaryPositionEmbedding
 from ottava.nn.weights import weight_format
@@ -280,5 +280,5 @@ def settle(
     (mesh,) = state[RNG]
     (rank,) = state[RNG][mesh]
     _set_streams(tracker, state[RNG][mesh][rank], f"{RNG}.{mesh}.{rank}", kept)
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
+    if keeps_copies(model) or any(isinstance(module, FSDPModule) for module in model.modules()):
         refresh(model)
