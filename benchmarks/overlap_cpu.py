@@ -25,7 +25,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 import slow_link
 
 MISSED, BUSY, NOT_ALLOWED = 3, 75, 77
