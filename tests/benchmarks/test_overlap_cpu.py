@@ -17,7 +17,7 @@ SMALL = ["--hidden", "128", "--tokens", "64", "--trials", "1", "--steps", "1", "
 
 
 def names_of_the_script() -> dict[str, Any]:
-    """As `python benchmarks/overlap_cpu.py` finds its neighbours; afterwards they are not in the way of tests' modules of the same names."""
+    """As `python benchmarks/overlap_cpu.py` finds its neighbours. Afterwards they are not in the way of tests of the same names."""
     sys.path.insert(0, str(SCRIPT.parent))
     try:
         return runpy.run_path(str(SCRIPT))
