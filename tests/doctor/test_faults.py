@@ -58,7 +58,7 @@ def test_versions_files_clock_local_rank_and_variables(tmp_path) -> None:
     }
     found = faulty.reports(3, faults, Options(run=str(tmp_path), seconds=0.1, timeout=30.0))[0]
     assert sorted(problems(found)) == [
-        ("clock", [1]), ("environment", [2]), ("host", [1]), ("places", [2]), ("versions", [1]),
+        ("cards", [2]), ("clock", [1]), ("environment", [2]), ("host", [1]), ("places", [2]), ("versions", [1]),
     ]  # fmt: skip
     assert "ottava 0.0.7; the others have" in said(found, "versions") and "rank 1 on" in said(found, "versions")
     assert "30.0 s ahead" in said(found, "clock") or "29.9 s ahead" in said(found, "clock")

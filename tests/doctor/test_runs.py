@@ -208,6 +208,7 @@ def test_every_runbook_begins_with_a_command() -> None:
     titles = [
         "MFU has dropped",
         "Nothing moves",
+        "Ranks die again and again",
         "Out of memory",
         "NCCL talks over sockets",
         "One machine is slow",
