@@ -15,8 +15,9 @@ from distributed.ranks import Ranks
 from ottava.checkpoint import CheckpointError, Checkpoints
 from ottava.train import exits
 from ottava.train.config import Config
+from ottava.train.tokenize import tokenize
 from ottava.train.trust import non_finite
-from train.runs import lines, tiny
+from train.runs import lines, tiny, token_file
 from train.test_loop import Cluster, exact
 
 
@@ -118,9 +119,9 @@ def test_too_many_failed_saves_are_exit_code_7_with_a_summary(two, folder):
     assert summary["outcome"] == "checkpoints could not be saved" and summary["step"] == 5
 
 
-@pytest.mark.parametrize("kind, said", [("cut data", "was cut short"), ("overwrite data", "was overwritten")])
+@pytest.mark.parametrize("kind, said", [("cut data", "was cut short"), ("overwrite data", "has the checksum")])
 def test_data_that_change_under_a_run_are_named(two, folder, tmp_path, kind, said):
-    path = shutil.copy(folder / "text.tokens", tmp_path / "moving.tokens")
+    path = shutil.copy(token_file(folder), tmp_path / "moving.tokens")
     config = small(folder, kind, data={"files": (str(path),), "validation_fraction": 0.0})
     assert two.run(config, faults=((2, kind),)) == exits.WRONG_USAGE
     assert f"moving.tokens {said}" in two.said and saved(config) == [2]
@@ -128,16 +129,14 @@ def test_data_that_change_under_a_run_are_named(two, folder, tmp_path, kind, sai
 
 def test_other_data_under_the_same_name_are_refused_at_a_restart(two, folder, tmp_path):
     path = tmp_path / "same.tokens"
-    shutil.copy(folder / "text.tokens", path)
+    shutil.copy(token_file(folder), path)
     config = small(folder, "other-data", train={"steps": 3}, data={"files": (str(path),), "validation_fraction": 0.0})
     assert two.run(config) == exits.DONE, two.said
     longer = replace(config, train=replace(config.train, steps=4))
-    content = bytearray(path.read_bytes())
-    content[4096:12288] = content[12288:20480]  # header, size and the rest as they were
-    path.write_bytes(content)
+    tokenize([Path(__file__)], path, overwrite=True)
     assert two.run(longer) == exits.WRONG_USAGE
     assert "same.tokens is not the file that" in two.said
-    shutil.copy(folder / "text.tokens", path)  # with another time
+    shutil.copy(token_file(folder), path)  # with another time
     (config.run_folder / "data.json").write_text("{")  # and nothing to compare with: said, and accepted
     assert two.run(longer) == exits.DONE, two.said
 

@@ -17,8 +17,8 @@ from ottava.train.world import Place
 ALL_INTERFACES = {"00000000", "0" * 32}
 
 
-def listening(pid: int | str = "self") -> set[str]:
-    """Addresses, as /proc writes them, of all sockets on which a process listens."""
+def listening(pid: int | str = "self", ports: bool = False) -> set[str]:
+    """Addresses, as /proc writes them, of all sockets on which a process listens. ports: with their ports."""
     own = set()
     for name in os.listdir(f"/proc/{pid}/fd"):
         try:
@@ -30,7 +30,7 @@ def listening(pid: int | str = "self") -> set[str]:
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
             words = line.split()
             if words[3] == "0A" and f"socket:[{words[9]}]" in own:
-                found.add(words[1].partition(":")[0])
+                found.add(words[1] if ports else words[1].partition(":")[0])
     return found
 
 
@@ -39,9 +39,9 @@ def is_loopback(address: str) -> bool:
 
 
 def test_a_store_listens_where_it_is_told():
-    before = listening()
+    before = listening(ports=True)
     store = serve_store()
-    opened = listening() - before
+    opened = {each.partition(":")[0] for each in listening(ports=True) - before}
     assert opened and all(map(is_loopback, opened)) and store.port
     store.set("a", "b")
     with socket.create_connection((LOOPBACK, store.port)):
