@@ -15,6 +15,7 @@ Receives are posted before anything is sent: a message that nobody expects yet d
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -36,7 +37,7 @@ class Hop(NamedTuple):
     """Contiguous tensors, filled in order."""
 
 
-class Exchange:
+class Exchange(ABC):
     """Hops under way. Transports override what begins with an underscore."""
 
     def __init__(self, name: str, hops: Sequence[Hop]) -> None:
@@ -67,14 +68,14 @@ class Exchange:
         """Where the tensors are."""
         return self.hops[0].into[0].device if self.hops else torch.device("cpu")
 
-    def _send(self, hop: int, tensors: list[Tensor]) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _send(self, hop: int, tensors: list[Tensor]) -> None: ...
 
-    def _wait(self, hop: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _wait(self, hop: int) -> None: ...
 
-    def _finish(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _finish(self) -> None: ...
 
 
 class Link(NamedTuple):
@@ -84,7 +85,7 @@ class Link(NamedTuple):
     latency_s: float
 
 
-class Transport:
+class Transport(ABC):
     """Opens exchanges between the ranks of one group."""
 
     name: str = ""
@@ -93,9 +94,9 @@ class Transport:
     bulk_by_collectives: bool = False
     """The backend's own collectives carry what travels under a product as a whole better than an exchange of messages does."""
 
+    @abstractmethod
     def exchange(self, name: str, hops: Sequence[Hop]) -> Exchange:
         """Posts the receives of `hops`. name: of the method, for traces and meters."""
-        raise NotImplementedError
 
     def link(self) -> Link | None:
         """How fast messages are, where it was found out; None: as fast as the cost model thinks. All ranks call it together."""
