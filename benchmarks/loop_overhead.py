@@ -1,9 +1,9 @@
-"""What the trainer adds to a step: the loop with all metrics on, against the same forward, backward and optimizer without it.
+"""What the trainer adds to a step: the loop with all metrics and guards on, against the same forward, backward and optimizer without it.
 
     python benchmarks/loop_overhead.py [--steps 40] [--config CONFIG] [--json results.json]
 
-One rank on the GPU if there is one, else on the CPU. Both loops take turns in blocks of steps, so that a machine that is busy with
-something else slows both. Reports the median time of a step of each and the difference in per cent.
+One rank on the GPU if there is one, else on the CPU. All take turns in blocks of steps, so that a machine that is busy with something
+else slows all. Steps that are replayed (health.replay_every) are timed apart, and their cost is spread over the steps in between.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ BLOCK = 5  # steps of one loop before it is the other's turn
 
 
 def bare_step(loop: Loop) -> None:
-    """Data, forward, backward, clipping, optimizer: nothing is measured, agreed on or written."""
+    """Data, forward, backward, clipping, optimizer: nothing is measured, looked at, agreed on or written."""
     config, model = loop.config.train, loop.model
     batch = next(loop.batches).to(loop.world.device)
     for part in batch.split(config.micro_batch):
         with model.precision():
-            loss = model.module(part.tokens, part.targets, part.documents, reduction="sum")
+            loss = model.module(part.tokens, part.targets, part.packed(), reduction="sum")
         (loss / batch.targets.numel()).backward()
-    clip_gradients(model.module, loop.config.optimizer.clip)
-    loop.optimizer.step()
+    _, clipped = clip_gradients(model.module, loop.optimizer, loop.config.optimizer.clip)
+    loop.optimizer.step(**clipped)
     loop.optimizer.zero_grad()
 
 
@@ -48,14 +48,24 @@ def whole_step(loop: Loop) -> None:
     loop._step()
 
 
+def replayed_step(loop: Loop) -> None:
+    """The same, and a microbatch of it is computed twice and compared."""
+    every, loop.guard._every = loop.guard._every, 1
+    whole_step(loop)
+    loop.guard._every = every
+
+
+STEPS = {"bare": bare_step, "loop": whole_step, "replayed": replayed_step}
+
+
 def measure(loop: Loop, steps: int, device: torch.device) -> dict[str, float]:
-    """Median seconds of a step: {"bare": ..., "loop": ...}."""
-    seconds: dict[str, list[float]] = {"bare": [], "loop": []}
+    """Median seconds of a step of each of `STEPS`."""
+    seconds: dict[str, list[float]] = {name: [] for name in STEPS}
     for block in range(-1, steps // BLOCK):  # the first warms up
-        for name, step in (("bare", lambda: bare_step(loop)), ("loop", lambda: whole_step(loop))):
+        for name, step in STEPS.items():
             for _ in range(BLOCK):
                 start = time.perf_counter()
-                step()
+                step(loop)
                 if device.type == "cuda":
                     torch.cuda.synchronize()
                 if block >= 0:
@@ -87,16 +97,19 @@ def main() -> None:
         world = resources.enter_context(World(Place(0, 1, 0, 1, "localhost", store.port), timeout=600.0))
         loop = Loop(config, world, resources)
         found = measure(loop, options.steps, world.device)
-    overhead = found["loop"] / found["bare"] - 1
+    every = config.health.replay_every
+    replays = (found["replayed"] - found["loop"]) / every if every else 0.0  # seconds a step
+    overhead = (found["loop"] + replays) / found["bare"] - 1
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     print(
-        f"{device}: a bare step {found['bare'] * 1e3:.1f} ms, with the loop {found['loop'] * 1e3:.1f} ms: {overhead:+.1%}"
+        f"{device}: a bare step {found['bare'] * 1e3:.1f} ms, with the loop {found['loop'] * 1e3:.1f} ms, with a replay "
+        f"{found['replayed'] * 1e3:.1f} ms, one in {every}: {overhead:+.2%}"
     )
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
             command = " ".join(["python", "benchmarks/loop_overhead.py", *sys.argv[1:]])
             about = {"command": command, "device": device, "torch": torch.__version__}
-            file.write(json.dumps({**about, **found, "overhead": overhead}, indent=2) + "\n")
+            file.write(json.dumps({**about, **found, "replay_every": every, "overhead": overhead}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

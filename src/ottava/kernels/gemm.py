@@ -325,9 +325,11 @@ def _cublas_blockwise(
 
 
 def _rows_packed(scale: Tensor) -> Tensor:
-    """[rows, k/128] with the row index fastest and nothing between columns, as some rows of a larger operand have."""
-    packed = scale.stride(0) == 1 and (scale.stride(1) == scale.shape[0] or scale.shape[1] == 1)
-    return scale if packed else scale.t().contiguous().t()
+    """[rows, k/128] with strides (1, rows), which cuBLASLt's caller wants of a single column too. Some rows of a larger operand, and a
+    column that torch calls contiguous as it is, have others."""
+    if scale.stride() == (1, scale.shape[0]):
+        return scale
+    return scale.t().contiguous().as_strided(scale.shape, (1, scale.shape[0]))
 
 
 def _cublas_scale(scale: Tensor, scheme: Scheme) -> Tensor:

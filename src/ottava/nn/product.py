@@ -50,7 +50,7 @@ def product(
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen: torch.compile of torch 2.11 then finds no attributes on it
 class Product:
     """One side of a stage's product: what strategies multiply operands by, all of them at once or chunk by chunk."""
 

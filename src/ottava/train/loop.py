@@ -20,7 +20,6 @@ import torch
 from ottava.distributed.gradients import gradient_sync
 from ottava.distributed.waits import comm_wait_hook
 from ottava.guard.finding import Finding
-from ottava.optimizers import FusedAdam
 from ottava.overlap import measuring
 from ottava.train import exits, run_folder
 from ottava.train.clock import Clock, Span
@@ -38,7 +37,7 @@ from ottava.train.metrics import read_metrics
 from ottava.train.microbatch_graph import microbatch_graphs
 from ottava.train.model import DistributedModel
 from ottava.train.numbers import NumberGuard
-from ottava.train.optimizer import Numbers, clip_gradients, make_optimizer, set_lr
+from ottava.train.optimizer import Numbers, can_step_if, clip_gradients, make_optimizer, set_lr, step_if
 from ottava.train.recorder import Recorder, Report
 from ottava.train.sample import generate
 from ottava.train.saves import Saves
@@ -331,9 +330,8 @@ class Loop:
             found = Step(step + 1, Numbers(total, norm, reading), tokens=tokens, wrong=wrong)
             found.again = partial(self._accumulate, step, parts, weight, again=len(parts))
             if self._steps_ahead:
-                make_step: Any = self.optimizer.step
-                finite = torch.isfinite(norm) & torch.isfinite(total) & (reading.sum() == 0) & (not wrong)
-                make_step(grad_scale=torch.where(finite, clipped["grad_scale"], math.nan))
+                fine = torch.isfinite(norm) & torch.isfinite(total) & (reading.sum() == 0) & (not wrong)
+                step_if(fine, self.optimizer, clipped)
         self.watchdog.beat(step, "agreement")
         self.batches.take_early()  # the thread that makes batches works while this one waits
         if self._steps_ahead:
@@ -368,7 +366,7 @@ class Loop:
     def _steps_ahead(self) -> bool:
         """Whether the optimizer steps before the host knows that it may: the device knows. The host then looks at a step when the next
         one is launched, so that a GPU never waits for it; ranks would have to agree first."""
-        return self.world.size == 1 and isinstance(self.optimizer, FusedAdam)
+        return self.world.size == 1 and can_step_if(self.optimizer)
 
     def _microbatch(self, step: int, part: Batch, weight: float, first: bool | None) -> torch.Tensor:
         """Adds `weight` times the gradients of the summed loss, which is returned."""

@@ -92,6 +92,29 @@ def clip_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, limit: fl
     return norm, {"grad_scale": scale}
 
 
+def can_step_if(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `step_if` takes it."""
+    return isinstance(optimizer, FusedAdam) or all(group.get("fused") for group in optimizer.param_groups)
+
+
+def step_if(fine: Tensor, optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> None:
+    """`optimizer.step(**options)`, unless `fine` (bool []) is false when the device comes to it: then nothing is changed. Nobody waits.
+
+    >>> norm, options = clip_gradients(model, optimizer, 1.0)
+    >>> step_if(norm.isfinite(), optimizer, options)
+    """
+    make_step: Any = optimizer.step
+    if isinstance(optimizer, FusedAdam):
+        make_step(grad_scale=torch.where(fine, options["grad_scale"], math.nan))
+        return
+    asked: Any = optimizer
+    asked.found_inf = (~fine).float()  # where torch.amp.GradScaler tells torch's fused optimizers of infinities
+    try:
+        make_step(**options)
+    finally:
+        del asked.found_inf
+
+
 class Numbers:
     """A few numbers of a device, and vectors of some, on their way to the host, in one list.
 
