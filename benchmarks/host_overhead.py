@@ -223,7 +223,8 @@ def _timed(model: Layers, x: Tensor, dy: Tensor, chosen: Any) -> dict[str, float
 
 
 def _on_gpu(profile: str | None) -> None:
-    """First with next to nothing for the GPU to do, then at the size of the bar: the host in at most half of the GPU's time."""
+    """First with next to nothing for the GPU to do, then at the size of the bar: the host in at most half of the GPU's time. Then the
+    same in CUDA graphs."""
     shapes = {
         "small": Shape(hidden=512, ffn=1024, heads=4, kv_heads=2, sequence=128),
         "hidden 2048, 8192 tokens": Shape(hidden=2048, ffn=8192, heads=32, kv_heads=8, sequence=8192),
@@ -238,6 +239,12 @@ def _on_gpu(profile: str | None) -> None:
             print(f"{label}, {shape.layers} layers, {name}: {found} ms, host / gpu {share:.2f}")
             if profile == name and label == "small":
                 _profiled(lambda: [_timed(model, x, dy, chosen)])  # noqa: B023
+    for name, chosen in RECIPES.items():  # of the last shape; the bar: at most a twentieth of the GPU's time
+        model = Layers(shape, "cuda")
+        ottava.make_graphed_callables(model, (x,), enabled=chosen is not None, recipe=chosen)
+        found = _timed(model, x, dy, chosen)
+        share = (found["forward"] + found["backward"]) / found["gpu"]
+        print(f"{label}, {shape.layers} layers in CUDA graphs, {name}: {found} ms, host / gpu {share:.3f}")
 
 
 def main() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import statistics
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -219,37 +217,3 @@ def test_a_graphed_run_with_packed_documents_looks_at_fp8_health(tmp_path: Path)
     )
     losses, _, replays = _run(config)
     assert len(replays) == 2 and losses[-1] < losses[0]
-
-
-# ---------------------------------------------------------------------------------------------------------------- the host
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_the_host_needs_a_twentieth_of_the_time_of_the_gpu(name: str) -> None:
-    """Four layers, hidden size 2048, 8192 tokens: forward and backward, without an optimizer."""
-    chosen = RECIPES[name]
-    options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "normalization": "RMSNorm", "activation": "swiglu"}
-    layers = torch.nn.Sequential(
-        *(ottava.TransformerLayer(2048, 8192, 16, fuse_qkv_params=True, **options, **KIND) for _ in range(4))
-    )
-    x = torch.randn(8192, 1, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    graphed = ottava.make_graphed_callables(layers, (x,), enabled=chosen is not None, recipe=chosen)
-    grad = torch.randn_like(x)
-    host, gpu = [], []
-    for _ in range(12):
-        torch.cuda.synchronize()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start = time.perf_counter()
-        begin.record()
-        with ottava.autocast(enabled=chosen is not None, recipe=chosen):
-            y = graphed(x)
-        y.backward(grad)
-        host.append(time.perf_counter() - start)
-        end.record()
-        torch.cuda.synchronize()
-        gpu.append(begin.elapsed_time(end) * 1e-3)
-        layers.zero_grad()
-        x.grad = None
-    ours, its = statistics.median(host[2:]), statistics.median(gpu[2:])
-    print(f"\n{name}: host {ours * 1e3:.3f} ms, GPU {its * 1e3:.2f} ms, {ours / its:.1%}")
-    assert ours <= its / 20
