@@ -55,9 +55,7 @@ class RecordedUpdate(NamedTuple):
 
     def serves(self, states: list[DelayedState]) -> bool:
         """Whether these are the states, with the recipes that were recorded."""
-        return len(states) == len(self.states) and all(
-            a is b and a.recipe is recipe for a, b, recipe in zip(states, self.states, self.recipes)
-        )
+        return states == self.states and [state.recipe for state in states] == self.recipes
 
 
 class ScalingView:
@@ -230,24 +228,28 @@ def _next_id() -> int:
 def update_forward(states: list[DelayedState]) -> None:
     """Reduces what the forward pass recorded and computes the next scales."""
     for state in states:
-        state.recorded = False
+        state.__dict__["recorded"] = False  # past a module's `__setattr__`, which takes longer than a launch
     _update(_unique(states), forward=True)
 
 
 def schedule_backward_update(owner: int) -> None:
     """Queues the update of the state with this id at the end of the backward pass that runs now."""
     state = _BY_ID.get(owner)
-    if state is None:
-        return
+    if state is not None:
+        replayed_backward([state])
+
+
+def replayed_backward(states: list[DelayedState]) -> None:
+    """The backward pass that runs now has raised row 0 of these states: they are updated at its end, once."""
     if _COLLECTED:
-        _COLLECTED[-1].append(state)
+        _COLLECTED[-1].extend(states)
         return
     task = torch_private.backward_id()
     if task == -1:  # called outside of a backward pass, as by a test of the op alone
         return
     if task not in _PENDING:
         torch_private.at_end_of_backward(lambda: _update(_unique(_PENDING.pop(task, [])), forward=False))
-    _PENDING[task].append(state)
+    _PENDING[task].extend(states)
 
 
 _COLLECTED: list[list[DelayedState]] = []  # not of a thread: CUDA's backward passes run in threads of autograd
@@ -275,12 +277,13 @@ def collecting_backward() -> Iterator[list[DelayedState]]:
 
 def replayed_forward(states: list[DelayedState]) -> None:
     """A replay has raised row 0 of these states: they are updated as after a forward, once, when the outermost `autocast` exits."""
-    if not states:
-        return
-    with autocast(recipe=states[0].recipe, amax_reduction_group=states[0].group):
-        for state in states:
-            assert state.recipe is not None
-            state.mark_for_update(state.recipe, state.group)
+    for state in states:
+        flags = state.__dict__  # past a module's `__setattr__`, which takes longer than a launch
+        flags["used"] = flags["recorded"] = True
+    CURRENT.touched.extend(states)
+    if CURRENT.depth == 0:
+        with autocast(recipe=states[0].recipe, amax_reduction_group=states[0].group):
+            pass  # the outermost one
 
 
 def _unique(states: list[DelayedState]) -> list[DelayedState]:
