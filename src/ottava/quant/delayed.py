@@ -163,9 +163,14 @@ class DelayedState(nn.Module):
             return ScalingView(self.fwd_scale, self.fwd_amax_history[:window])
         return ScalingView(self.bwd_scale, self.bwd_amax_history[:window])
 
-    def mark_for_update(self, recipe: DelayedScaling, group: Any) -> None:
-        """Called by a forward that records: the state will be updated when the outermost `autocast` exits."""
-        self._fit(recipe.amax_history_len)
+    def mark_for_update(self, recipe: DelayedScaling, group: Any, compiling: bool) -> None:
+        """Called by a forward that records: the state will be updated when the outermost `autocast` exits.
+
+        compiling: a compiler traces now.
+        """
+        rows = self._buffers["fwd_amax_history"].shape[0]  # type: ignore[union-attr]
+        if self.recipe is not recipe or rows < recipe.amax_history_len:
+            self._fit(recipe.amax_history_len)
         # Only what changes: a module's `__setattr__` takes longer than a launch.
         if self.recipe is not recipe:
             self.recipe = recipe
@@ -173,9 +178,11 @@ class DelayedState(nn.Module):
             self.group = group
         if not self.used:
             self.used = True
-        if not self.recorded:
+        if not compiling:
+            self.__dict__["recorded"] = True  # changes in every forward; what compilers cannot trace
+        elif not self.recorded:
             self.recorded = True
-        if CURRENT.depth == 0 and not torch.compiler.is_compiling():  # a reentrant checkpoint: no `autocast` will exit
+        if CURRENT.depth == 0 and not compiling:  # a reentrant checkpoint: no `autocast` will exit
             torch_private.at_end_of_backward(lambda: update_forward([self]))
         else:
             CURRENT.touched.append(self)
@@ -291,7 +298,10 @@ def _unique(states: list[DelayedState]) -> list[DelayedState]:
 
 
 def _update(states: list[DelayedState], forward: bool) -> None:
-    with torch.no_grad():
+    if torch.is_grad_enabled():  # not in a backward pass
+        with torch.no_grad():
+            _update(states, forward)
+    else:
         _reduce_amax([s for s in states if s.recipe is not None and s.recipe.reduce_amax], forward)
         at = 0
         while at < len(states):
@@ -363,9 +373,13 @@ def _groups_of(state: DelayedState) -> tuple[Any, ...]:
 def _step(state: DelayedState, forward: bool) -> None:
     recipe = state.recipe
     assert recipe is not None
-    scale, history = (state.fwd_scale, state.fwd_amax_history) if forward else (state.bwd_scale, state.bwd_amax_history)
+    live: Any = state._buffers  # past `__getattr__`, which is Python
+    scale, history = (
+        live["fwd_scale" if forward else "bwd_scale"],
+        live["fwd_amax_history" if forward else "bwd_amax_history"],
+    )
     fp8_max = recipe.fp8_format.value.max_fwd if forward else recipe.fp8_format.value.max_bwd
-    previous = state.previous_fwd_scale if forward else None
+    previous = live["previous_fwd_scale"] if forward else None
     if callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None:
         _custom_step(recipe, history, scale, previous, fp8_max)
     else:
