@@ -574,6 +574,7 @@ def test_every_function_is_tested_here() -> None:
         "weak_storage",
         "is_storage_of",
         "cudnn_attention_backward",
+        "constant_when_traced",
     }
     functions |= {"current_device", "current_stream"}  # builtins where torch was built with CUDA
     assert functions == tested, "add a test for what is new"
@@ -597,3 +598,16 @@ def test_cudnn_attention_backward_has_the_signature_that_is_called() -> None:
     # Sums as torch's own forward gives them: [b, heads, s, 1], float32.
     forward = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, False, scale=0.125)
     assert forward[1].shape == (1, 8, 32, 1) and forward[1].dtype is torch.float32
+
+
+def test_constant_when_traced() -> None:
+    calls = []
+
+    @torch_private.constant_when_traced
+    def seen(text: str) -> int:
+        calls.append(text)
+        return len(text)
+
+    compiled = torch.compile(lambda x: x * seen("abc"), backend="eager", fullgraph=True)
+    assert compiled(torch.ones(2)).tolist() == [3.0, 3.0] and compiled(torch.ones(2)).tolist() == [3.0, 3.0]
+    assert calls == ["abc"]  # by the tracer, once

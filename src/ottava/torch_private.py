@@ -46,6 +46,12 @@ def scaled_mm(
     return torch._scaled_mm_v2(a, b, [a_scale], [a_type], [], [b_scale], [b_type], [], bias, dtype, (), fast)  # type: ignore[attr-defined]
 
 
+def constant_when_traced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.compiler.assume_constant_result`, which imports the compiler: its tracer calls `function`, and takes the result as it is."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 def cudnn_attention_backward(
     by_head: Sequence[torch.Tensor], sums: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
+from ottava import torch_private
 from ottava.kernels import attention_backend as backends
 from ottava.kernels.attention_fp8 import CHANNELS
 from ottava.kernels.registry import has_triton
@@ -38,7 +39,7 @@ def runs(obstacle: str | None) -> bool:
     return False
 
 
-@torch.compiler.assume_constant_result
+@torch_private.constant_when_traced
 def _say(message: str) -> bool:
     """Also while torch.compile traces, which would leave a plain call out."""
     warn_once(message)
@@ -64,17 +65,22 @@ def unfit(
         return f"on a GPU it takes bfloat16 or float16, not {q.dtype}"
     if q.shape[-1] not in CHANNELS:
         return f"its kernel takes heads of {' or '.join(map(str, CHANNELS))} channels, not {q.shape[-1]}"
-    if torch.compiler.is_compiling():  # what follows is not traced
-        return None
-    if not has_triton() or backends.capability(q.device.index)[0] != 9:
+    if not _kernel_runs(q.device.index):
         return "its kernel is Triton's, for Hopper"
     if kind == "dense" and torch.is_grad_enabled() and not _cudnn_runs(q, k, v, causal, batch_first):
         return "torch does not let cuDNN's attention run, whose backward it needs"
     return backends.fp8_is_slower(kind, q.shape[-1], queries)
 
 
+@torch_private.constant_when_traced
+def _kernel_runs(device: int) -> bool:
+    return has_triton() and backends.capability(device)[0] == 9
+
+
 def _cudnn_runs(q: Tensor, k: Tensor, v: Tensor, causal: bool, batch_first: bool) -> bool:
     """Whether torch would take cuDNN: it may be switched off, or deterministic kernels be asked for."""
+    if torch.compiler.is_compiling():  # the rest of the conditions is about shapes, and is not traced
+        return not torch.are_deterministic_algorithms_enabled()
     by_head = [x.transpose(1, 2) if batch_first else x.permute(1, 2, 0, 3) for x in (q, k, v)]
     shares = q.shape[2] != k.shape[2]
     return can_use_cudnn_attention(SDPAParams(by_head[0], by_head[1], by_head[2], None, 0.0, causal, shares))
