@@ -577,6 +577,41 @@ def test_every_function_is_tested_here() -> None:
         "has_multicast",
         "weak_storage",
         "is_storage_of",
+        "cudnn_attention_backward",
+        "constant_when_traced",
     }
     functions |= {"current_device", "current_stream"}  # builtins where torch was built with CUDA
     assert functions == tested, "add a test for what is new"
+
+
+def test_cudnn_attention_backward_has_the_signature_that_is_called() -> None:
+    """On the meta device: shapes and the order of arguments. tests/gpu compares its numbers."""
+
+    def meta(heads: int, *last: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(1, heads, 32, *last, dtype=dtype, device="meta")
+
+    q, k, v = meta(8, 64), meta(2, 64), meta(2, 64)
+    grads = torch_private.cudnn_attention_backward(
+        [meta(8, 64), q, k, v, meta(8, 64)], meta(8, dtype=torch.float32), True, 0.125
+    )
+    assert [tuple(x.shape) for x in grads] == [(1, 8, 32, 64), (1, 2, 32, 64), (1, 2, 32, 64)]
+    schema = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default._schema
+    names = [argument.name for argument in schema.arguments]
+    assert names[:8] == ["grad_out", "query", "key", "value", "out", "logsumexp", "philox_seed", "philox_offset"]
+    assert names[8:] == ["attn_bias", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal", "scale"]
+    # Sums as torch's own forward gives them: [b, heads, s, 1], float32.
+    forward = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, False, scale=0.125)
+    assert forward[1].shape == (1, 8, 32, 1) and forward[1].dtype is torch.float32
+
+
+def test_constant_when_traced() -> None:
+    calls = []
+
+    @torch_private.constant_when_traced
+    def seen(text: str) -> int:
+        calls.append(text)
+        return len(text)
+
+    compiled = torch.compile(lambda x: x * seen("abc"), backend="eager", fullgraph=True)
+    assert compiled(torch.ones(2)).tolist() == [3.0, 3.0] and compiled(torch.ones(2)).tolist() == [3.0, 3.0]
+    assert calls == ["abc"]  # by the tracer, once

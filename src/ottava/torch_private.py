@@ -48,6 +48,28 @@ def scaled_mm(
     return torch._scaled_mm_v2(a, b, [a_scale], [a_type], [], [b_scale], [b_type], [], bias, dtype, (), fast)  # type: ignore[attr-defined]
 
 
+def constant_when_traced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.compiler.assume_constant_result`, which imports the compiler: its tracer calls `function`, and takes the result as it is."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def cudnn_attention_backward(
+    by_head: Sequence[torch.Tensor], sums: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k and v by the kernel that backward of torch's scaled_dot_product_attention runs for cuDNN.
+
+    by_head: gradient of the output, q, k, v, output, [b, heads, s, d] with any strides. sums: float32 [b, heads, s], the logarithm of the
+    sum of exp(score). There is no dropout, so its seed and offset are not read.
+    """
+    grad, q, k, v, out = by_head
+    unused = torch.empty((), dtype=torch.int64, device=q.device)
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        grad, q, k, v, out, sums.unsqueeze(-1), unused, unused, None, None, None, q.shape[2], k.shape[2], 0.0, causal,
+        scale=scale,
+    )  # fmt: skip
+
+
 # The `__torch_function__` of a tensor subclass whose ops all go to `__torch_dispatch__`.
 DISABLED_TORCH_FUNCTION = torch._C._disabled_torch_function_impl
 

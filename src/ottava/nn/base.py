@@ -17,6 +17,7 @@ from ottava.nn import weights
 from ottava.nn.columnwise import columnwise_later
 from ottava.nn.construction import ORDER
 from ottava.nn.direct import direct
+from ottava.nn.follows_autocast import FollowsAutocast
 from ottava.nn.initialize import materialize_
 from ottava.nn.parallel_module import ParallelModule
 from ottava.nn.stage import Chain, DelayedTensors, Stage, StageTensors, Texts, count_into
@@ -97,7 +98,7 @@ class _KeptChain(NamedTuple):
     chain: Chain
 
 
-class QuantizedModule(weights.WeightModule, ParallelModule):
+class QuantizedModule(FollowsAutocast, weights.WeightModule, ParallelModule):
     """Base of the modules that multiply by weights: `Linear`, `LayerNormLinear`, `LayerNormMLP`, `GroupedLinear`."""
 
     _gated_stages: tuple[bool, ...] = (False,)
@@ -110,8 +111,6 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
     """See `Chain.tally`."""
     handed: dict[str, Any] | None = None
     """What a compiled forward takes instead of its weights: [Note: handed weights] in `traced_weights.py`."""
-    plain = False
-    """Whether the module multiplies unquantized, also inside of `autocast`. See `leave_unquantized`."""
 
     def __init__(self, stages: int, device: torch.device, params_dtype: torch.dtype | None, name: str | None) -> None:
         super().__init__(stages)
@@ -124,8 +123,7 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
         self.delayed = DelayedState(stages, device=device)
         self._weight_cache: dict[int, QuantizedTensor] = {}
         self._remember_init()
-        # With gradients and without: an evaluation between a forward and its recomputation must not change the latter.
-        self._last_context: dict[bool, tuple[Recipe | None, bool, Any]] = {}
+        self._last_context = {}
         self._last_chain: _KeptChain | None = None
         self.wgrad_accumulation = False
 
@@ -253,22 +251,6 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
         if record and not (compiling and self.handed is not None):  # whoever handed the weights has marked it
             state.mark_for_update(recipe, group, compiling)
         return chain, scale
-
-    def _context(self, compiling: bool) -> tuple[Recipe | None, bool, Any]:
-        """(recipe, calibrating, group) of the `autocast` in force.
-
-        torch.utils.checkpoint recomputes in backward, when the `with` block is long over: what the last forward used holds then.
-        """
-        if self.plain:
-            return None, False, None
-        now = (CURRENT.recipe, CURRENT.calibrating, CURRENT.group)
-        if compiling:
-            return now
-        if CURRENT.depth == 0 and torch_private.inside_backward():
-            # A reentrant checkpoint ran its first pass without gradients.
-            return self._last_context.get(not torch_private.in_reentrant_checkpoint(), now)
-        self._last_context[torch.is_grad_enabled()] = now
-        return now
 
     def _resolve(self, stages: list[Stage], recipe: Recipe | None, calibrating: bool, record: bool) -> Chain:
         if not torch.compiler.is_compiling():
@@ -425,9 +407,9 @@ def leave_unquantized(module: nn.Module) -> nn.Module:
         ...     ottava.leave_unquantized(layer)
     """
     for child in module.modules():
-        if not isinstance(child, QuantizedModule):
+        if not isinstance(child, FollowsAutocast):
             continue
-        if child.stored_weights():
+        if isinstance(child, QuantizedModule) and child.stored_weights():
             raise ValueError(
                 f"{child.describe('weight')} is stored in FP8: build what shall stay unquantized outside of quantized_model_init."
             )
