@@ -78,6 +78,7 @@ def quantized_stage(stage: Stage, quantization: Quantization, gated_backward: bo
         return_norm=stage.return_norm,
         output_parts=stage.output_parts,
         gather_norm=stage.gather_norm,
+        two_copies=quantization.weight.two_copies,
         texts=None if torch.compiler.is_compiling() else _texts(quantization, gated_backward),
         strategy=stage.strategy,
     )
@@ -150,7 +151,7 @@ class QuantizedModule(FollowsAutocast, weights.WeightModule, ParallelModule):
         if len(names) == 1:
             one = self._parameters.get(names[0])  # past `__getattr__`, which is Python
             return one if type(one) is nn.Parameter else local(getattr(self, names[0]))
-        traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        traced = torch.compiler.is_compiling() or torch_private.is_tracing()
         if not traced:
             plain = [self._parameters.get(name) for name in names]
             if all(map(_is_plain, plain)):
@@ -228,7 +229,11 @@ class QuantizedModule(FollowsAutocast, weights.WeightModule, ParallelModule):
         stages: makes the module's stages, for which `key` has everything that they are made from.
         """
         compiling = torch.compiler.is_compiling()
-        recipe, calibrating, group = self._context(compiling)
+        if compiling or self.plain or CURRENT.depth == 0:
+            recipe, calibrating, group = self._context(compiling)
+        else:  # the usual case of `_context`
+            recipe, calibrating, group = now = (CURRENT.recipe, CURRENT.calibrating, CURRENT.group)
+            self._last_context[torch.is_grad_enabled()] = now
         # Building the chain takes longer than launching a kernel: keep the last one. Recipes are frozen: the same object is the same.
         last = None if compiling else self._last_chain
         if last is not None and last.recipe is recipe:
@@ -244,7 +249,7 @@ class QuantizedModule(FollowsAutocast, weights.WeightModule, ParallelModule):
         else:
             chain = last.chain
         if record and not (compiling and self.handed is not None):  # whoever handed the weights has marked it
-            state.mark_for_update(recipe, group)
+            state.mark_for_update(recipe, group, compiling)
         return chain, scale
 
     def _resolve(self, stages: list[Stage], recipe: Recipe | None, calibrating: bool, record: bool) -> Chain:
@@ -329,24 +334,23 @@ class QuantizedModule(FollowsAutocast, weights.WeightModule, ParallelModule):
         later = (
             wanted and is_first_microbatch is None and bool(self.gathered_by_fsdp) and self.freed_after_forward(weight)
         )
-        columnwise = wanted and not later and stage.weight.two_copies
+        columnwise = wanted and not later and stage.two_copies
         ops = torch.ops.ottava if stage.texts is None else plain_functions(weight)
-        count_into(chain, index, 1)
-        q = Buffers(*ops.quantize(weight.detach(), scheme, weight_scale, amax, True, columnwise))
+        if chain.tally:
+            count_into(chain, index, 1)
+        made = ops.quantize(weight.detach(), scheme, weight_scale, amax, True, columnwise)
+        row, row_scale, column, column_scale, row_amax, column_amax = made
         if stage.delayed and chain.record:
-            ops.record_amax_(self.delayed.fwd_amax_history, q.rowwise_amax, 3 * index + 1, 0)
+            history = self._modules["delayed"]._buffers["fwd_amax_history"]  # type: ignore[union-attr]  # past `__getattr__`
+            ops.record_amax_(history, row_amax, 3 * index + 1, 0)
         if is_first_microbatch:
             self._weight_cache[index] = QuantizedTensor.from_buffers(
-                q, stage.weight, weight.shape, weight.dtype, True, columnwise
+                Buffers(*made), stage.weight, weight.shape, weight.dtype, True, columnwise
             )
-        row = (q.rowwise_data, q.rowwise_scale_inv, q.rowwise_amax)
         if later:
-            return *row, *columnwise_later(weight, scheme, weight_scale, amax)
-        return (
-            (*row, q.columnwise_data, q.columnwise_scale_inv, q.columnwise_amax)
-            if columnwise
-            else (*row, None, None, None)
-        )
+            return row, row_scale, row_amax, *columnwise_later(weight, scheme, weight_scale, amax)
+        columns = (column, column_scale, column_amax) if columnwise else (None, None, None)
+        return row, row_scale, row_amax, *columns
 
     def _check_same_scheme(self, stored: QuantizedTensor, wanted: Scheme) -> None:
         if not stored.scheme.same_layout(wanted):
@@ -445,9 +449,9 @@ def _adjacent(tensors: list[Tensor]) -> bool:
     """Whether the tensors lie behind one another in one storage."""
     if type(tensors[0]) is not nn.Parameter:
         tensors = [_plain_rows(tensor) for tensor in tensors]
+        if torch_private.is_fake(tensors[0]):
+            return False
     first = tensors[0]
-    if torch_private.is_fake(first):
-        return False
     storage, offset = first.untyped_storage().data_ptr(), first.storage_offset()
     for tensor in tensors:
         if (
