@@ -330,7 +330,7 @@ class HealthSection:
     """A loss this many times the median of the last spike_window steps is reported as a spike. 0: never."""
     spike_window: int = 100
     """Steps that a spike is compared with."""
-    replay_every: int = 200
+    replay_every: int = 500
     """Steps between two looks for silent corruption: a microbatch is computed twice and compared bit for bit, weights and moments must be
     those that the step before left, and ranks that must hold the same numbers are compared. 0: never."""
     watchdog_s: float = 600.0
