@@ -243,4 +243,4 @@ def test_a_small_llama_trains_as_it_does_without(make: type) -> None:
 
     with_, without = losses(make(fp8_dpa=True)), losses(make())
     assert with_ != without and without[-1] < 0.5 * without[0]
-    assert abs(sum(with_[-5:]) / sum(without[-5:]) - 1) < 0.05
+    assert abs(sum(with_[-5:]) / sum(without[-5:]) - 1) < 0.02

@@ -8,6 +8,7 @@ Rows are filled up with zeros to a multiple of `PAD`, so no load of the third ke
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,8 +20,22 @@ from ottava.kernels.launch import Launcher
 from ottava.kernels.tile_kernel import _raise, _reciprocal, _scale_of
 
 LOG2E = 1.0 / math.log(2.0)
-ROWS = 128
-"""Queries of a program: two groups of four warps with 64 rows each, the height of a product of the matrix units."""
+
+
+class Sizes(NamedTuple):
+    """Of a program of the third kernel."""
+
+    rows: int
+    """Queries: 64, the height of a product of the matrix units, for each four warps."""
+    keys: int
+    """Keys of a step. The op fixes them; others are for measurements."""
+    warps: int
+    stages: int
+    """Steps whose loads are under way."""
+
+
+SIZES = Sizes(128, KEYS, 8, 2)
+"""`benchmarks/fp8_attention_sizes.py` compares others."""
 TOKENS = 64
 """Tokens of a program of the first two kernels."""
 _SIZES = ("queries", "keys", "heads", "groups")
@@ -259,24 +274,32 @@ def fp8_attention(
     peak: float, epsilon: float, power_of_two: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `attention_fp8._fp8_attention`."""
-    step, of_batch = (1, 0) if batch_first else (0, 1)
-    batch, heads, dim = q.shape[of_batch], q.shape[2], q.shape[3]
-    queries, keys = q.shape[step], k.shape[step]
+    laid = operands(q, k, v, batch_first, peak, epsilon, power_of_two)
     out = q.new_empty(q.shape)
-    sums = q.new_empty(batch, heads, queries, dtype=torch.float32)
-    q_bytes, k_bytes, v_bytes, scale_inv = operands(q, k, v, batch_first, peak, epsilon, power_of_two)
+    return out, attend(laid, out, starts, scale, causal, batch_first, k.shape[1 if batch_first else 0])
+
+
+def attend(
+    laid: tuple[Tensor, Tensor, Tensor, Tensor], out: Tensor, starts: Tensor | None, scale: float, causal: bool,
+    batch_first: bool, keys: int, sizes: Sizes = SIZES,
+) -> Tensor:  # fmt: skip
+    """Attention of what `operands` gives, into `out`; returns the sums."""
+    q, k, v, scale_inv = laid
+    batch, heads, q_rows, dim = q.shape
+    queries = out.shape[1 if batch_first else 0]
+    sums = out.new_empty(batch, heads, queries, dtype=torch.float32)
     e4m3 = torch.float8_e4m3fn
     _ATTENTION(
-        (triton.cdiv(queries, ROWS), batch * heads),
-        8,
+        (triton.cdiv(queries, sizes.rows), batch * heads),
+        sizes.warps,
         {
-            "q": q_bytes.view(e4m3), "k": k_bytes.view(e4m3), "v": v_bytes.view(e4m3), "scale_inv": scale_inv,
+            "q": q.view(e4m3), "k": k.view(e4m3), "v": v.view(e4m3), "scale_inv": scale_inv,
             "starts": sums if starts is None else starts.contiguous(), "out": out, "sums": sums,
-            **_strides(out, "o", batch_first), "queries": queries, "keys": keys, "q_rows": q_bytes.shape[2],
-            "k_rows": k_bytes.shape[2], "heads": heads, "share": heads // k.shape[2], "scale": scale * LOG2E,
-            "CAUSAL": causal, "DOCUMENTS": starts is not None, "dim": dim, "ROWS": ROWS, "KEYS": KEYS,
-            "EXPONENT": float(WEIGHT_EXPONENT), "STAGES": 2,
+            **_strides(out, "o", batch_first), "queries": queries, "keys": keys, "q_rows": q_rows, "k_rows": k.shape[2],
+            "heads": heads, "share": heads // k.shape[1], "scale": scale * LOG2E, "CAUSAL": causal,
+            "DOCUMENTS": starts is not None, "dim": dim, "ROWS": sizes.rows, "KEYS": sizes.keys,
+            "EXPONENT": float(WEIGHT_EXPONENT), "STAGES": sizes.stages,
         },
         True,
     )  # fmt: skip
-    return out, sums
+    return sums

@@ -191,10 +191,14 @@ class PrecisionSection:
     """Whether weights are stored as FP8 bytes only, with float32 masters in fused_adam."""
     fp8_head: bool = False
     """Whether the three products of the head are quantized by the recipe too, each chunk of tokens with scales of its own."""
+    fp8_attention: bool = False
+    """Whether attention's forward runs in FP8 too (`fp8_dpa` of the recipe), where it is faster; backward stays in the activation dtype.
+    For DelayedScaling and Float8CurrentScaling."""
 
     def make_recipe(self) -> recipes.Recipe | None:
         """The recipe, or None."""
-        return None if self.recipe == "none" else getattr(recipes, self.recipe)()
+        options = {"fp8_dpa": True} if self.fp8_attention else {}
+        return None if self.recipe == "none" else getattr(recipes, self.recipe)(**options)
 
     def unquantized(self, layers: int) -> int:
         """How many of `layers` stay unquantized: the last ones."""
