@@ -143,7 +143,7 @@ def test_what_was_measured_decides_and_can_be_overridden(monkeypatch) -> None:
     assert fp8_is_slower("dense", 128, 4096) is None
     assert "is no faster in FP8 below 4096 queries" in fp8_is_slower("dense", 128, 4095)
     assert "at any size" in fp8_is_slower("packed", 128, 10**6)
-    assert fp8_is_slower("dense", 64, 1) is None  # not measured: who asks gets it
+    assert "has not been measured to be faster" in fp8_is_slower("dense", 64, 10**6)
     with attention_backend("fp8"):
         assert fp8_is_slower("packed", 128, 1) is None
     with attention_backend("cudnn"):

@@ -103,23 +103,20 @@ def dense_backend(q: Tensor, k: Tensor, v: Tensor, causal: bool, special: bool) 
 
 
 def fp8_is_slower(kind: str, channels: int, queries: int) -> str | None:
-    """Why FP8 attention is not the faster one on a GPU, by the table above or by what `attention_backend` says; None if it may run.
-
-    Who asks for FP8 gets it at sizes that were not measured.
-    """
+    """Why FP8 attention is not the faster one on a GPU, by the table above or by what `attention_backend` says; None if it may run."""
     asked = forced()
     if asked not in ("auto", "fp8"):
         return f"attention_backend({asked!r}) is in force"
-    if asked == "fp8" or (kind, channels) not in FP8_FASTER_FROM:
+    if asked == "fp8":
         return None
-    needed = FP8_FASTER_FROM[kind, channels]
-    if needed is not None and queries >= needed:
-        return None
-    size = "at any size" if needed is None else f"below {needed} queries"
-    return (
-        f"{kind} attention with heads of {channels} channels was measured and is no faster in FP8 {size} "
-        "(attention_backend('fp8') runs it all the same)"
-    )
+    if (kind, channels) not in FP8_FASTER_FROM:
+        known = "has not been measured to be faster in FP8"
+    else:
+        needed = FP8_FASTER_FROM[kind, channels]
+        if needed is not None and queries >= needed:
+            return None
+        known = f"was measured and is no faster in FP8 {'at any size' if needed is None else f'below {needed} queries'}"
+    return f"{kind} attention with heads of {channels} channels {known} (attention_backend('fp8') runs it all the same)"
 
 
 def packed_backend(q: Tensor, k: Tensor, v: Tensor) -> str | None:
