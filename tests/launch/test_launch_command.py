@@ -224,6 +224,21 @@ def test_a_slurm_that_refuses_or_is_not_there_is_shown(capsys, tmp_path, monkeyp
     assert main(words) == 69 and "there is no `sbatch`" in capsys.readouterr().err
 
 
+def test_a_job_that_slurm_would_never_start_is_taken_back(capsys, tmp_path, monkeypatch):
+    words = ["--on", "slurm", "--device", "cpu", "--nodes", "2", "--per-node", "1", "--submit"]
+    words = ["launch", str(config_file(tmp_path, "run")), *words]
+    fake(tmp_path, monkeypatch, "sbatch", "echo 42")
+    fake(tmp_path, monkeypatch, "scancel", f'echo "$@" > {tmp_path}/cancelled')
+    fake(tmp_path, monkeypatch, "squeue", "echo PartitionTimeLimit")
+    assert main(words) == 69 and "waiting for ever (PartitionTimeLimit)" in capsys.readouterr().err
+    assert (tmp_path / "cancelled").read_text() == "42\n"
+    for says in ("echo Priority", "exit 1"):
+        (tmp_path / "cancelled").unlink(missing_ok=True)
+        fake(tmp_path, monkeypatch, "squeue", says)
+        assert main(words) == 0 and "Submitted Slurm job 42:" in capsys.readouterr().out
+        assert not (tmp_path / "cancelled").exists()
+
+
 def test_a_sweep_writes_a_configuration_for_each_run(capsys, tmp_path):
     words = [
         "--on",

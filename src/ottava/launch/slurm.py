@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ottava.launch import environment, policy
-from ottava.launch.commands import call
+from ottava.launch.commands import Refused, call
 from ottava.launch.job import Job
 from ottava.launch.torchrun import config_files, log_options, torchrun
 from ottava.notices import warn_once
@@ -19,6 +19,9 @@ OWNED = {
     "gpus-per-node",
 }  # fmt: skip
 """Options of sbatch that the script sets itself."""
+NEVER = ("PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit", "BadConstraints")
+"""Reasons that Slurm gives for a job that waits until its partition is changed: with its own settings it takes such jobs (only a
+cluster with EnforcePartLimits refuses them), and they would stay in the queue without a word."""
 SHORT = {"-N": "nodes", "-n": "ntasks", "-o": "output", "-a": "array", "-t": "time", "-J": "job-name"}
 
 
@@ -80,6 +83,12 @@ class Slurm:
         (job.config.run_folder / "logs").mkdir(parents=True, exist_ok=True)  # Slurm makes no folder for its output
         missing = "Slurm is not installed here. Submit the script where it is, or take --print."
         number = call(["sbatch", "--parsable", str(folder / "job.sbatch")], missing).partition(";")[0]
+        if reason := _never(number):
+            call(["scancel", number], missing)
+            raise Refused(
+                f"Slurm would keep the job waiting for ever ({reason}): its partition has not what --nodes, --time, --cpus or --sbatch ask "
+                f"for. `scontrol show partition` says what it has. Job {number} is cancelled."
+            )
         print(
             f"Submitted Slurm job {number}: squeue -j {number}; ottava status {job.config.run_folder}; "
             f"save and start again: scancel --signal=TERM {number}; end it: scancel {number}"
@@ -102,6 +111,15 @@ class Slurm:
         found += [f"--signal=USR1@{job.grace_s}", "--requeue", "--open-mode=append"]
         found.append(f"--output={job.config.run_folder}/logs/slurm-{'%A-%a' if job.sweep else '%j'}.out")
         return [*found, *self.options]
+
+
+def _never(number: str) -> str | None:
+    """Why a job that Slurm has taken cannot start with the partition as it is; None if it may, or if nobody says."""
+    try:
+        reasons = call(["squeue", "--noheader", f"--jobs={number}", "--format=%r"], "", seconds=30.0).split()
+    except Refused:
+        return None  # it is submitted; what else is known of it does not change that
+    return next((reason for reason in reasons if reason in NEVER), None)
 
 
 def seconds_of(time: str) -> int:
