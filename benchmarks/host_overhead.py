@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,11 @@ from torch import Tensor, nn
 import ottava
 from ottava import torch_private
 from ottava.bench.layer import RECIPES, Layers, Shape
+from ottava.graphs import callables
+from ottava.graphs.addresses import Addresses
+from ottava.graphs.gradient_copies import GradientCopies
 from ottava.kernels import registry
+from ottava.quant import delayed
 
 HIDDEN, FFN, TOKENS = (
     128,
@@ -200,21 +205,81 @@ def _profiled(function: Callable[[], Any]) -> None:
     pstats.Stats(profiler).sort_stats("tottime").print_stats(32)
 
 
-def _timed(model: Layers, x: Tensor, dy: Tensor, chosen: Any) -> dict[str, float]:
-    """Median milliseconds until the calls of a forward and of a backward return, and between two events around both on the GPU."""
+class _Parts:
+    """Where the host's time of a graphed module goes, by function, while in a `with` block: a clock around each."""
+
+    WATCHED = (
+        (callables._GraphedModule, "_given"),
+        (Addresses, "hold"),
+        (callables._Replayed, "forward"),
+        (callables._Replayed, "backward"),
+        (torch.cuda.CUDAGraph, "replay"),
+        (GradientCopies, "__call__"),
+        (callables, "replayed_forward"),
+        (delayed, "_update"),
+    )
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = [{}]
+        self.kept: list[tuple[Any, str, Any]] = []
+
+    def __enter__(self) -> _Parts:
+        for owner, name in self.WATCHED:
+            function = vars(owner)[name]
+            self.kept.append((owner, name, function))
+            bare = function.__func__ if isinstance(function, staticmethod) else function
+            clocked = self._clocked(f"{owner.__name__.split('.')[-1]}.{name}", bare)
+            setattr(owner, name, staticmethod(clocked) if isinstance(function, staticmethod) else clocked)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for owner, name, function in self.kept:
+            setattr(owner, name, function)
+
+    def _clocked(self, label: str, function: Callable) -> Callable:
+        def call(*args: Any, **options: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*args, **options)
+            finally:
+                step = self.steps[-1]
+                step[label] = step.get(label, 0.0) + time.perf_counter() - start
+
+        return call
+
+    def next_step(self) -> None:
+        """What comes now belongs to another forward and backward."""
+        self.steps.append({})
+
+    def medians(self) -> dict[str, float]:
+        """Microseconds a step."""
+        labels = {label for step in self.steps for label in step}
+        whole = self.steps[5:-1]
+        return {label: round(statistics.median(s.get(label, 0.0) for s in whole) * 1e6, 1) for label in sorted(labels)}
+
+
+def _timed(model: nn.Module, x: Tensor, dy: Tensor, chosen: Any, parts: _Parts | None = None) -> dict[str, float]:
+    """Median milliseconds until the calls of a forward and of a backward return, and between two events around both on the GPU.
+
+    Gradients are set to None in between, as by an optimizer's `zero_grad`: autograd would add to them with a launch each.
+    """
     taken: dict[str, list[float]] = {"forward": [], "backward": [], "gpu": []}
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for i in range(25):
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        model.zero_grad()
+        x.grad = None
         torch.cuda.synchronize()
-        start = time.perf_counter()
         before.record()
+        start = time.perf_counter()
         with ottava.autocast(enabled=chosen is not None, recipe=chosen):
             y = model(x)
         middle = time.perf_counter()
         y.backward(dy)
-        after.record()
         end = time.perf_counter()
+        after.record()
         torch.cuda.synchronize()
+        if parts is not None:
+            parts.next_step()
         if i >= 5:
             taken["forward"].append((middle - start) * 1e3)
             taken["backward"].append((end - middle) * 1e3)
@@ -239,12 +304,16 @@ def _on_gpu(profile: str | None) -> None:
             print(f"{label}, {shape.layers} layers, {name}: {found} ms, host / gpu {share:.2f}")
             if profile == name and label == "small":
                 _profiled(lambda: [_timed(model, x, dy, chosen)])  # noqa: B023
-    for name, chosen in RECIPES.items():  # of the last shape; the bar: at most a twentieth of the GPU's time
-        model = Layers(shape, "cuda")
-        ottava.make_graphed_callables(model, (x,), enabled=chosen is not None, recipe=chosen)
-        found = _timed(model, x, dy, chosen)
-        share = (found["forward"] + found["backward"]) / found["gpu"]
-        print(f"{label}, {shape.layers} layers in CUDA graphs, {name}: {found} ms, host / gpu {share:.3f}")
+    for count in (shape.layers, 1):  # of the last shape; the bar: at most a twentieth of the GPU's time
+        for name, chosen in RECIPES.items():
+            model = Layers(replace(shape, layers=count), "cuda")
+            ottava.make_graphed_callables(model, (x,), enabled=chosen is not None, recipe=chosen)
+            found = _timed(model, x, dy, chosen)
+            share = (found["forward"] + found["backward"]) / found["gpu"]
+            print(f"{label}, {count} layers in CUDA graphs, {name}: {found} ms, host / gpu {share:.3f}")
+            with _Parts() as parts:
+                _timed(model, x, dy, chosen, parts)
+            print(f"  of which, with a clock around each part: {parts.medians()} us")
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """How near `ottava plan` comes to what was measured: every run of Ottava in files that `ottava bench step` wrote.
 
-    python benchmarks/plan_accuracy.py benchmarks/results/step-*.json
+    python benchmarks/plan_accuracy.py benchmarks/results/plan-nvidia-*.json
 
 Prints a line a run, estimated beside measured, writes benchmarks/results/plan-accuracy.json, and with `--page docs/planning.md` puts the
 table into that page. Exit code 1 if memory is off by more than 5% or time by more than 8% somewhere (`--report`: never).

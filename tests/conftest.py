@@ -31,6 +31,13 @@ def pytest_report_header() -> str:
     return f"ottava: torch {torch.__version__}, {torch.get_num_threads()} threads, {device}"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Extras are extras because they take long: an hour each, where they do not say otherwise."""
+    for item in items:
+        if item.get_closest_marker("extra") is not None and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(3600))
+
+
 @pytest.fixture(autouse=True)
 def torch_state() -> Iterator[None]:
     """Seeds torch before a test and undoes the global settings that the test changed."""

@@ -148,8 +148,9 @@ def test_an_unknown_field_names_the_nearest(name: str) -> None:
         ("DelayedScaling", {"fp8_format": Format.E5M2}, "must be Format.E4M3 or Format.HYBRID, got Format.E5M2"),
         ("DelayedScaling", {"fp8_format": "E4M3"}, "must be an ottava.recipe.Format, got 'E4M3'"),
         ("DelayedScaling", {"backward_override": "high_precision"}, "backward_override must be None"),
-        ("DelayedScaling", {"fp8_dpa": True}, "fp8_dpa=True asks for FP8 attention.*Leave fp8_dpa=False"),
-        ("Float8CurrentScaling", {"fp8_mha": True}, "fp8_mha=True asks for FP8 attention"),
+        ("Float8BlockScaling", {"fp8_dpa": True}, "fp8_dpa=True asks for FP8 attention.*one scale a tensor. Leave fp8_dpa=False"),
+        ("MXFP8BlockScaling", {"fp8_mha": True}, "fp8_mha=True asks for FP8 attention.*or use DelayedScaling"),
+        ("NVFP4BlockScaling", {"fp8_dpa": True}, "fp8_dpa=True asks for FP8 attention"),
         ("Float8CurrentScaling", {"backward_override": "bf16"}, r"must be one of \(None, 'high_precision', 'dequantized'\), got 'bf16'"),
         ("Float8CurrentScaling", {"fp8_format": Format.E2M1}, "training needs e4m3 in the forward pass"),
         ("Float8BlockScaling", {"x_block_scaling_dim": 3}, "x_block_scaling_dim must be 1 or 2, got 3"),
@@ -163,6 +164,13 @@ def test_an_unknown_field_names_the_nearest(name: str) -> None:
 def test_values_that_are_refused(kind: str, options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=f"{kind}: .*{message}"):
         getattr(recipe, kind)(**options)
+
+
+@pytest.mark.parametrize("kind", ["DelayedScaling", "Float8CurrentScaling"])
+def test_fp8_attention_can_be_asked_for_and_is_shown(kind: str) -> None:
+    made = getattr(recipe, kind)(fp8_dpa=True, fp8_mha=True)
+    assert made.fp8_dpa and made.fp8_mha and "fp8_dpa=True, fp8_mha=True" in repr(made)
+    assert made != getattr(recipe, kind)() and "fp8_dpa=False" in repr(getattr(recipe, kind)())
 
 
 def test_given_qparams_are_kept() -> None:

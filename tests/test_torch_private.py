@@ -75,23 +75,28 @@ def test_transforms_active() -> None:
     assert seen == [True]
 
 
-def test_nobody_intercepts_notices_who_does() -> None:
+def _intercepting() -> set[str]:
+    names = ("dispatch_modes", "function_modes", "transforms_active", "is_tracing", "profiler_enabled")
+    return {name for name in names if getattr(torch_private, name)()}
+
+
+def test_who_wants_to_see_ops_is_noticed() -> None:
     from torch.overrides import TorchFunctionMode
     from torch.utils.flop_counter import FlopCounterMode
 
-    assert torch_private.nobody_intercepts()
+    assert not _intercepting()
     with FlopCounterMode(display=False):
-        assert not torch_private.nobody_intercepts()
+        assert "dispatch_modes" in _intercepting()
     with TorchFunctionMode():
-        assert not torch_private.nobody_intercepts()
+        assert _intercepting() == {"function_modes"}
     with torch.profiler.profile():
-        assert not torch_private.nobody_intercepts()
+        assert _intercepting() == {"profiler_enabled"}
     with torch_private.fake_mode():
-        assert not torch_private.nobody_intercepts()
-    seen = []
-    torch.func.vmap(lambda x: seen.append(torch_private.nobody_intercepts()) or x)(torch.ones(2))
-    torch.jit.trace(lambda x: seen.append(torch_private.nobody_intercepts()) or x + 1, torch.ones(2), check_trace=False)
-    assert not any(seen) and torch_private.nobody_intercepts()
+        assert "dispatch_modes" in _intercepting()
+    seen: list[set[str]] = []
+    torch.func.vmap(lambda x: seen.append(_intercepting()) or x)(torch.ones(2))
+    torch.jit.trace(lambda x: seen.append(_intercepting()) or x + 1, torch.ones(2), check_trace=False)
+    assert "transforms_active" in seen[0] and "is_tracing" in seen[1] and not _intercepting()
 
 
 def test_current_device_and_stream_are_those_of_torch_cuda() -> None:
@@ -99,6 +104,7 @@ def test_current_device_and_stream_are_those_of_torch_cuda() -> None:
         torch.cuda.init()
         assert torch_private.current_device() == torch.cuda.current_device()
         assert torch_private.current_stream(0) == torch.cuda.current_stream(0).cuda_stream
+        assert torch_private.is_capturing() is torch.cuda.is_current_stream_capturing() is False
     elif torch.version.cuda is None:
         assert torch_private.current_device() == torch_private.current_stream(0) == -1
 
@@ -531,7 +537,6 @@ def test_every_function_is_tested_here() -> None:
         "group_timeout_s",
         "has_symmetric_memory",
         "symmetric_memory",
-        "nobody_intercepts",
         "tree_flatten",
         "tree_unflatten",
         "scaled_mm",
@@ -545,7 +550,6 @@ def test_every_function_is_tested_here() -> None:
         "abort_device_groups",
         "elastic_agent",
         "inside_backward",
-        "backward_id",
         "at_end_of_backward",
         "is_fake",
         "copy_all",
@@ -573,6 +577,41 @@ def test_every_function_is_tested_here() -> None:
         "has_multicast",
         "weak_storage",
         "is_storage_of",
+        "cudnn_attention_backward",
+        "constant_when_traced",
     }
     functions |= {"current_device", "current_stream"}  # builtins where torch was built with CUDA
     assert functions == tested, "add a test for what is new"
+
+
+def test_cudnn_attention_backward_has_the_signature_that_is_called() -> None:
+    """On the meta device: shapes and the order of arguments. tests/gpu compares its numbers."""
+
+    def meta(heads: int, *last: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(1, heads, 32, *last, dtype=dtype, device="meta")
+
+    q, k, v = meta(8, 64), meta(2, 64), meta(2, 64)
+    grads = torch_private.cudnn_attention_backward(
+        [meta(8, 64), q, k, v, meta(8, 64)], meta(8, dtype=torch.float32), True, 0.125
+    )
+    assert [tuple(x.shape) for x in grads] == [(1, 8, 32, 64), (1, 2, 32, 64), (1, 2, 32, 64)]
+    schema = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default._schema
+    names = [argument.name for argument in schema.arguments]
+    assert names[:8] == ["grad_out", "query", "key", "value", "out", "logsumexp", "philox_seed", "philox_offset"]
+    assert names[8:] == ["attn_bias", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal", "scale"]
+    # Sums as torch's own forward gives them: [b, heads, s, 1], float32.
+    forward = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, False, scale=0.125)
+    assert forward[1].shape == (1, 8, 32, 1) and forward[1].dtype is torch.float32
+
+
+def test_constant_when_traced() -> None:
+    calls = []
+
+    @torch_private.constant_when_traced
+    def seen(text: str) -> int:
+        calls.append(text)
+        return len(text)
+
+    compiled = torch.compile(lambda x: x * seen("abc"), backend="eager", fullgraph=True)
+    assert compiled(torch.ones(2)).tolist() == [3.0, 3.0] and compiled(torch.ones(2)).tolist() == [3.0, 3.0]
+    assert calls == ["abc"]  # by the tracer, once

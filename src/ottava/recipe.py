@@ -88,6 +88,9 @@ def _check(condition: bool, message: str) -> None:
 class Recipe:
     """Base of all recipes."""
 
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Recipe:
         names = list(getattr(cls, "__dataclass_fields__", {}))
         for name in kwargs:
@@ -145,9 +148,9 @@ class Recipe:
         )
         for field in ("fp8_dpa", "fp8_mha"):
             _check(
-                not getattr(self, field, False),
-                f"{name}: {field}=True asks for FP8 attention, which Ottava does not offer: attention runs in the "
-                f"activation dtype. Leave {field}=False.",
+                not getattr(self, field, False) or self.float8_per_tensor_scaling(),
+                f"{name}: {field}=True asks for FP8 attention, which has one scale a tensor. Leave {field}=False, or use DelayedScaling "
+                "or Float8CurrentScaling.",
             )
 
 
@@ -158,6 +161,8 @@ class DelayedScaling(Recipe):
     `amax_compute_algo`: "max" over the window, "most_recent", or a function `(history[len, n]) -> amax[n]`.
     `scaling_factor_compute_algo`: None for `fp8_max / 2**margin / amax`, or a function `(amax, old_scale, fp8_max, recipe) -> scale`.
     `reduce_amax`: MAX-reduce amax over the group given to `autocast`.
+    `fp8_dpa`: attention's forward in FP8, where a kernel does that and is faster; its scales are those of the tensors at hand.
+    `fp8_mha`: the same (docs/recipes.md, "FP8 attention").
     """
 
     margin: int = 0
@@ -188,7 +193,10 @@ class DelayedScaling(Recipe):
 
 @dataclass(frozen=True)
 class Float8CurrentScaling(Recipe):
-    """One scale a tensor, from the tensor's own amax: two passes over the data, no state."""
+    """One scale a tensor, from the tensor's own amax: two passes over the data, no state.
+
+    `fp8_dpa`, `fp8_mha`: attention's forward in FP8, see `DelayedScaling`.
+    """
 
     use_power_2_scales: bool = False
     fp8_format: Format = Format.HYBRID

@@ -29,6 +29,8 @@ def _no_gpu(device: int = -1) -> int:
 # What `torch.cuda.current_device()` and `torch.cuda.current_stream(device).cuda_stream` find out, without their Python.
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", _no_gpu)
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _no_gpu)
+# `torch.cuda.is_current_stream_capturing()`, the same; only where there is a GPU.
+is_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", bool)
 
 
 def scaled_mm(
@@ -44,6 +46,28 @@ def scaled_mm(
 ) -> torch.Tensor:
     """`torch.nn.functional.scaled_mm` with one scale an operand, and without the Python around it. Types: values of `ScalingType`."""
     return torch._scaled_mm_v2(a, b, [a_scale], [a_type], [], [b_scale], [b_type], [], bias, dtype, (), fast)  # type: ignore[attr-defined]
+
+
+def constant_when_traced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.compiler.assume_constant_result`, which imports the compiler: its tracer calls `function`, and takes the result as it is."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def cudnn_attention_backward(
+    by_head: Sequence[torch.Tensor], sums: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k and v by the kernel that backward of torch's scaled_dot_product_attention runs for cuDNN.
+
+    by_head: gradient of the output, q, k, v, output, [b, heads, s, d] with any strides. sums: float32 [b, heads, s], the logarithm of the
+    sum of exp(score). There is no dropout, so its seed and offset are not read.
+    """
+    grad, q, k, v, out = by_head
+    unused = torch.empty((), dtype=torch.int64, device=q.device)
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        grad, q, k, v, out, sums.unsqueeze(-1), unused, unused, None, None, None, q.shape[2], k.shape[2], 0.0, causal,
+        scale=scale,
+    )  # fmt: skip
 
 
 # The `__torch_function__` of a tensor subclass whose ops all go to `__torch_dispatch__`.
@@ -75,16 +99,12 @@ def bare_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
-def nobody_intercepts() -> bool:
-    """Whether ops go straight to their device's version: no mode (fake tensors, counters, selective checkpoints), no transform of
-    `torch.func`, no tracer, no profiler."""
-    return not (
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._is_tracing()
-        or torch._C._autograd._profiler_enabled()
-    )
+# What may want to see an op before its device's version runs; each says whether it does. Modes are fake tensors, counters, selective
+# checkpoints. To be called one by one: they are functions in C, and a function around them would be one in Python.
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+is_tracing: Callable[[], bool] = torch._C._is_tracing
+profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
 def reshaped(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -103,9 +123,8 @@ def is_storage_of(reference: StorageWeakRef, tensor: torch.Tensor) -> bool:
     return reference.cdata == tensor.untyped_storage()._cdata
 
 
-def backward_id() -> int:
-    """Identity of the backward pass that this thread runs now; -1 outside of one."""
-    return torch._C._current_graph_task_id()
+# Identity of the backward pass that this thread runs now; -1 outside of one. A function in C.
+backward_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

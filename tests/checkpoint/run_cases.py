@@ -198,11 +198,11 @@ def load_from(root: Path, name: str, mesh: Mesh, model: str, recipe: str, source
 
 
 def cases_of(name: str, everything: bool) -> list[tuple[str, str]]:
-    """(model, recipe) that a mesh trains. (2,2) has every recipe; each of the others delayed scaling and two that take turns."""
+    """(model, recipe) that a mesh trains. (2,2) has every recipe; each of the others delayed scaling and one that takes turns."""
     if everything or name == "(2,2)":
         return [*(("llama", recipe) for recipe in RECIPES), ("gpt", "current")]
     rest, at = [r for r in RECIPES if r != "delayed"], NAMES.index(name)
-    chosen = [("llama", r) for r in ("delayed", rest[at % len(rest)], rest[(at + 2) % len(rest)])]
+    chosen = [("llama", r) for r in ("delayed", rest[at % len(rest)])]
     return chosen + ([("gpt", "current")] if name in ("one process", "fsdp1") else [])
 
 

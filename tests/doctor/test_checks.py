@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from ottava.detect import Machine
 from ottava.detect.acs import bridges_with_acs
@@ -84,6 +85,26 @@ def test_speed_of_a_gpu_beside_its_peers() -> None:
     (found,) = speed.judge(facts, NAMES)
     assert found.ranks == (3,) and "FP8 products at 1e+03 TFLOP/s, 77%" in found.message
     assert speed.judge(facts[:3], NAMES[:3])[0].status == "ok"
+
+
+def test_a_slow_rank_is_blamed_where_its_peers_have_their_cores() -> None:
+    facts = [
+        {"device": "cpu", "float32": rate, "runs": runs} for rate, runs in ((0.08, 0.99), (0.01, 0.14), (0.08, 0.9))
+    ]
+    (found,) = speed.judge(facts, NAMES[:3])
+    assert found.status == "problem" and found.ranks == (1,)
+    assert "it runs 14% of the time: something else has its cores, or it is limited" in found.message
+    facts[1]["runs"] = 0.97
+    assert "it runs 97% of the time: its cores are slow" in speed.judge(facts, NAMES[:3])[0].message
+    for fact in facts:
+        fact["runs"] = 0.4
+    (found,) = speed.judge(facts, NAMES[:3])
+    assert found.status == "warning" and "machines are busy, its peers run 40% of the time" in found.message
+
+
+def test_how_much_of_the_time_a_rank_runs_is_measured() -> None:
+    assert 0.0 < speed.measure(torch.device("cpu"), 0.05)["runs"] <= 1.1
+    assert speed.better({"device": "cpu", "runs": 0.9}, {"device": "cpu", "runs": 0.4})["runs"] == 0.9
 
 
 def pair_facts(slow: dict[tuple[int, int], float], size: int = 4) -> list[dict]:

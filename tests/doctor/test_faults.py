@@ -153,6 +153,9 @@ def test_one_process_under_the_command(tmp_path, capsys) -> None:
     assert "sound." in capsys.readouterr().out
     assert main(["doctor", "--run", str(tmp_path), "--space-gib", "1e9", "--json"]) == 1
     assert '"sound": false' in capsys.readouterr().out
+    for words in (["--timeout", "0"], ["--timeout", "nan"], ["--space-gib", "-1"], ["--space-gib", "nan"]):
+        assert main(["doctor", "--run", str(tmp_path), *words]) == 2
+        assert "--timeout is above 0 s" in capsys.readouterr().err
     log = tmp_path / "nccl.log"
     log.write_text(
         "n:1:2 [0] NCCL INFO Using network Socket\nn:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/0\n"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+from typing import Any
 
 import pytest
 import torch
@@ -113,3 +115,25 @@ def test_plain_functions_give_the_bits_of_the_ops(kind: str, name: str, monkeypa
     plain = trained(module)
     monkeypatch.setattr(registry, "FUNCTIONS", {})  # no device is known: everything goes through the dispatcher
     assert all_same(plain, trained(other))
+
+
+@pytest.mark.parametrize("name", ["none", "delayed", "current", "block"])
+def test_a_forward_of_a_linear_is_fewer_than_forty_python_calls(name: str) -> None:
+    """Inside of an `autocast` that stands already, with everything that Python does for its launches."""
+    module = ottava.Linear(256, 512, device="cuda", params_dtype=torch.bfloat16)
+    x = torch.randn(128, 256, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    seen: list[str] = []
+
+    def look(frame: Any, event: str, arg: Any) -> None:
+        if event == "call":
+            seen.append(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
+
+    with casting(name):
+        for _ in range(3):
+            module(x).sum().backward()
+        sys.setprofile(look)
+        try:
+            module(x)
+        finally:
+            sys.setprofile(None)
+    assert len(seen) < 40, "\n".join(seen)

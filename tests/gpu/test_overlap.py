@@ -84,7 +84,8 @@ def _rank(rank: int, folder: str) -> None:
                         slow = run(case, options(method), "cuda")
                     equal = {name: torch.equal(value, slow[name]) for name, value in fast.items()}
                     errors = {name: _error(value, plain[name]) for name, value in fast.items()}
-                    found["cases"].append((kind, recipe, method, equal, errors, meter.bytes_sent))
+                    whole = {name: torch.equal(value, plain[name]) for name, value in fast.items()}
+                    found["cases"].append((kind, recipe, method, equal, errors, meter.bytes_sent, whole))
     found["many"] = _many_steps()
     torch.save(found, f"{folder}/results-{rank}")
     dist.barrier()
@@ -121,7 +122,7 @@ def test_symmetric_memory_is_chosen(results: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_what_travels_is_what_the_host_would_carry(results: list[dict[str, Any]], method: str) -> None:
     for found in results:
-        for kind, recipe, used, equal, _, moved in found["cases"]:
+        for kind, recipe, used, equal, _, moved, _ in found["cases"]:
             if used == method:
                 assert all(equal.values()), (kind, recipe, [name for name, same in equal.items() if not same])
                 assert moved > 0 or method == "bulk"
@@ -130,13 +131,25 @@ def test_what_travels_is_what_the_host_would_carry(results: list[dict[str, Any]]
 @pytest.mark.parametrize("method", METHODS)
 def test_chunks_are_close_to_whole_products(results: list[dict[str, Any]], method: str) -> None:
     for found in results:
-        for kind, recipe, used, _, errors, _ in found["cases"]:
+        for kind, recipe, used, _, errors, _, _ in found["cases"]:
             if used != method:
                 continue
             for name, error in errors.items():
                 bar = BARS["y"] if name.endswith("y") else BARS["dx"] if name.endswith("dx") else BARS["d"]
                 bar = bar if recipe == "none" else 2e-2
                 assert error <= bar, (kind, recipe, method, name, error)
+
+
+def test_all_gather_overlaps_have_the_bits_of_none(results: list[dict[str, Any]]) -> None:
+    """A product in chunks of tokens, and one of all of them under which something else travels. Sums over ranks are not all-gathers."""
+    other = [
+        (kind, recipe, method, name)
+        for found in results
+        for kind, recipe, method, _, _, _, whole in found["cases"]
+        for name, same in whole.items()
+        if not same and (method == "bulk" or name == ("0 y" if "column" in kind else "0 dx"))
+    ]
+    assert other == []
 
 
 def test_memory_stays_and_bits_repeat(results: list[dict[str, Any]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any
 
 import pytest
@@ -209,6 +210,105 @@ def test_gradients_accumulate_and_outlive_the_next_replay() -> None:
     assert torch.equal(module.weight.grad, 6 * gradient) and torch.equal(x.grad, of_input)
 
 
+def test_gradients_are_copied_once() -> None:
+    """Autograd keeps the copies that it is given, instead of copying them again."""
+    module = _make("mlp")
+    graph_modules(module, (torch.randn(8, HIDDEN, requires_grad=True),), None, _Options(), Rerun())
+    module(torch.randn(8, HIDDEN)).sum().backward()
+    vectors = [p.grad for p in module.parameters() if p.dim() == 1]
+    assert len(vectors) == 4 and len({g.untyped_storage().data_ptr() for g in vectors}) == 1
+
+
+class _Sum(torch.nn.Module):
+    """Takes tensors in every way in which modules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(HIDDEN))
+
+    def forward(self, x: Any, pair: Any = None, *, scale: float = 1.0, more: Any = None) -> Any:
+        x = x[0] if isinstance(x, list) else x
+        total = x * self.weight * scale
+        total = total if pair is None else total + pair[0] - pair[1]
+        return total if more is None else (total + more, "and", {"more": more * 2})
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((0,), {}),
+        ((0,), {"more": 1, "scale": 2.0}),
+        ((0, (1, 2)), {"more": 3}),
+        (([0],), {}),
+        (([0],), {"pair": (1, 2), "scale": 0.5}),
+    ],
+)
+def test_calls_are_served_whatever_holds_their_tensors(args: Any, kwargs: Any) -> None:
+    def filled(tree: Any) -> Any:
+        return torch.utils._pytree.tree_map(
+            lambda leaf: torch.randn(4, HIDDEN, requires_grad=True) if type(leaf) is int else leaf, tree
+        )
+
+    module, plain = _Sum(), _Sum()
+    graph_modules(module, filled(args), filled(kwargs), _Options(allow_unused_input=True), Rerun())
+    for _ in range(2):
+        given, named = filled(args), filled(kwargs)
+        named = dict(reversed(named.items()))
+        results = [m(*given, **named) for m in (module, plain)]
+        leaves = [torch.utils._pytree.tree_leaves(result) for result in results]
+        assert torch.utils._pytree.tree_structure(results[0]) == torch.utils._pytree.tree_structure(results[1])
+        assert all(a == b if isinstance(a, str) else torch.equal(a, b) for a, b in zip(*leaves, strict=True))
+        for found in leaves:
+            sum(leaf.sum() for leaf in found if not isinstance(leaf, str)).backward()
+        assert torch.equal(module.weight.grad, plain.weight.grad)
+
+
+def test_the_python_of_a_replay_does_not_grow_with_the_parameters() -> None:
+    """Of twelve layers as of one: what is done by parameter or by state is done by torch, or when the graph is recorded."""
+    found = {}
+    for name in ("none", "delayed"):
+        for layers in (1, 12):
+            module = torch.nn.Sequential(*(_make("linear") for _ in range(layers)))
+            x = torch.randn(8, HIDDEN, requires_grad=True)
+            chosen = RECIPES[name]
+            graph_modules(module, (x,), None, _Options(enabled=chosen is not None, recipe=chosen), _Nothing())
+            with ottava.autocast(enabled=chosen is not None, recipe=chosen):
+                module(x).sum().backward()
+            found[name, layers] = _calls(lambda module=module, x=x, chosen=chosen: _step(module, x, chosen))
+    assert found["none", 12] == found["none", 1] and found["delayed", 12] == found["delayed", 1]
+    assert found["none", 1] < 65 and found["delayed", 1] < 110
+
+
+def _step(module: torch.nn.Module, x: torch.Tensor, chosen: Any) -> None:
+    with ottava.autocast(enabled=chosen is not None, recipe=chosen):
+        y = module(x)
+    y.backward(torch.ones_like(y))
+
+
+class _Nothing(Rerun):
+    """A replay that launches nothing: what is left is the host's."""
+
+    def record(self, run: Any) -> Any:
+        kept = tuple(run())
+        return lambda: kept
+
+
+def _calls(function: Any) -> int:
+    """Python functions that are called in this thread."""
+    count = 0
+
+    def see(frame: Any, event: str, arg: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(see)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
 def test_evaluation_and_no_grad_run_the_module_itself() -> None:
     module, plain = _make("linear"), _make("linear")
     graph_modules(module, (torch.randn(8, HIDDEN),), None, _Options(), Rerun())
@@ -224,6 +324,10 @@ def test_evaluation_and_no_grad_run_the_module_itself() -> None:
         (lambda m: m(torch.randn(9, HIDDEN)), r"graphed for \(\(8, 128\).*called with \(\(9, 128\)"),
         (lambda m: m(torch.randn(8, HIDDEN), is_first_microbatch=True), "cache_quantized_params=True"),
         (lambda m: _inside(m, RECIPES["block"]), "graphed with .* inside autocast"),
+        (lambda m: m([torch.randn(8, HIDDEN)]), "graphed for .* but is called with"),
+        (lambda m: m(torch.randn(8, HIDDEN).double()), "graphed for .*float32.*called with .*float64"),
+        (lambda m: m(torch.randn(8, HIDDEN), None), "graphed for other arguments"),
+        (lambda m: m(None), "graphed for .* but is called with None"),
         (lambda m: _moved(m), "lie elsewhere"),
     ],
 )

@@ -57,11 +57,13 @@ def ottava(
     return subprocess.run(call, env=environment(env), capture_output=True, text=True, timeout=seconds)
 
 
-def reference(folder: Path, steps: int, **sections: Any) -> dict[int, tuple[Any, ...]]:
-    """What one machine makes of the same run, with 2 ranks."""
-    path = config_file(folder, "reference", steps, parallel={"ranks": 2}, **sections)
-    done = ottava("train", str(path))
-    assert done.returncode == 0, done.stdout + done.stderr
+def reference(folder: Path, steps: int, alone_after: int | None = None, **sections: Any) -> dict[int, tuple[Any, ...]]:
+    """What one machine makes of the same run, with 2 ranks; from step `alone_after` on, with one that goes on from there."""
+    ends = [(steps, 2)] if alone_after is None else [(alone_after, 2), (steps, 1)]
+    for end, ranks in ends:
+        path = config_file(folder, "reference", end, parallel={"ranks": ranks}, **sections)
+        done = ottava("train", str(path))
+        assert done.returncode == 0, done.stdout + done.stderr
     return losses(folder / "reference")
 
 
@@ -87,6 +89,11 @@ def wait_until(true: Callable[[], Any], what: str, seconds: float = 900.0, other
     while not true():
         assert time.monotonic() < deadline, f"{what} did not come in {seconds:.0f} s\n{otherwise()}"
         time.sleep(0.1)
+
+
+def resumed_after(run: Path) -> int:
+    """The step that the second start went on from."""
+    return min(line["step"] for line in lines(run) if line["attempt"] == 1) - 1
 
 
 def children(pid: int) -> list[int]:

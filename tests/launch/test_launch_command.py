@@ -12,6 +12,8 @@ import yaml
 from launch.jobs import config_file, lines, ottava
 from ottava.cli.main import main
 from ottava.doctor.run_logs import find_logs
+from ottava.launch.environment import variables
+from ottava.launch.slurm import seconds_of
 from ottava.train.arguments import parse
 
 BATCH = ("--set", "train.global_batch=128")
@@ -140,6 +142,7 @@ def test_skypilot_gets_a_task(capsys):
         (["--on", "slurm", "--nodes", "0"], "--nodes must be at least 1"),
         (["--on", "slurm", "--nodes", "2", "--min-nodes", "4"], "--min-nodes must be from 1 to --nodes (2)"),
         (["--on", "slurm", "--time", "soon"], "--time 'soon'"),
+        (["--on", "slurm", "--time", "3:00"], "--grace 180 is all of --time 3:00 (180 s)"),
         (["--on", "slurm", "--sbatch=--nodes=3"], "has its own --nodes"),
         (["--on", "slurm", "--sbatch=-N 3"], "has its own --nodes"),
         (["--on", "slurm", "--sbatch=partition"], "one option of sbatch"),
@@ -147,6 +150,13 @@ def test_skypilot_gets_a_task(capsys):
         (["--on", "ray", "--sweep", "train.seed=1,2"], "--sweep is for --on slurm"),
         (["--on", "ssh"], "needs --hosts"),
         (["--on", "ssh", "--hosts", "a,a"], "a machine twice"),
+        (["--on", "ssh", "--hosts", "a,,b,c"], "'' is not the name of a machine"),
+        (["--on", "ray", "--address", "head"], "--address 'head': write host:port"),
+        (["--on", "ray", "--address", "head:port"], "--address 'head:port': write host:port"),
+        (["--on", "slurm", "--interface", ""], "--interface '': write the name of a card"),
+        (["--on", "slurm", "--interface", "ib0; true"], "write the name of a card"),
+        (["--on", "slurm", "--python", ""], "--python ''"),
+        (["--on", "local", "--per-node", "8", "--output", "/dev/null"], "the folder /dev/null cannot be made: File exists"),
         (["--on", "ssh", "--hosts", "a,-b"], "'-b' is not the name of a machine"),
         (["--on", "ssh", "--hosts", "a,b", "--nodes", "1"], "--nodes is 1, but --hosts names 2 machines"),
         (["--on", "local", "--nodes", "2", "--per-node", "1"], "this machine alone"),
@@ -160,6 +170,21 @@ def test_what_cannot_be_is_exit_2_and_nothing_is_written(capsys, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     assert main(["launch", "debug", *BATCH, *words]) == 2
     assert said in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+
+
+def test_a_scheduler_without_a_configuration_is_asked_for_one(capsys):
+    assert main(["launch", "slurm"]) == 2
+    assert "which one? ottava launch slurm run.toml" in capsys.readouterr().err
+
+
+def test_times_are_read_as_slurm_does():
+    known = {"0": 0, "90": 5400, "1:30": 90, "12:00:00": 43200, "2-12": 216000, "2-12:30": 217800, "1-00:00:05": 86405}
+    assert {text: seconds_of(text) for text in known} == known
+
+
+@pytest.mark.parametrize("given", ["eth0", "=mlx5_0:1,mlx5_1:1", "^docker0,lo", "bond0.12"])
+def test_cards_are_named_as_nccl_takes_them(given):
+    assert variables("cuda", interface=given, hca=given)["NCCL_IB_HCA"] == given
 
 
 def fake(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, does: str) -> None:

@@ -192,8 +192,20 @@ def test_all_ranks_report_at_the_same_steps_and_checkpoints_once(tmp_path):
 
 def test_the_drivers_exit_code_is_the_runs(capsys):
     class Result:
-        metrics = {"exit_code": 4, "message": "no usable checkpoint"}
+        """As Ray has it: the metrics are those of the last checkpoint."""
+
+        metrics = {"exit_code": 0, "step": 5}
+        return_value = {"exit_code": 4, "message": "no usable checkpoint"}
 
     assert exit_code(Result) == 4 and "no usable checkpoint" in capsys.readouterr().err
-    Result.metrics = None
-    assert exit_code(Result) == 0
+    Result.return_value = {"exit_code": 0, "message": ""}
+    assert exit_code(Result) == 0 and capsys.readouterr().err == ""
+
+
+def test_an_end_that_nobody_tells_is_not_a_good_one(capsys):
+    class Result:
+        """Of a Ray that does not pass on what workers return."""
+
+        metrics = {"step": 5}
+
+    assert exit_code(Result) == 1 and "does not say how the run ended" in capsys.readouterr().err

@@ -9,7 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from launch.jobs import attempts, config_file, lines, losses, ottava, ranks_of, reference, shorten, wait_until
+from launch.jobs import (
+    attempts,
+    config_file,
+    lines,
+    losses,
+    ottava,
+    ranks_of,
+    reference,
+    resumed_after,
+    shorten,
+    wait_until,
+)
 from launch.slurm_cluster import Slurm, missing
 
 pytestmark = [
@@ -83,16 +94,19 @@ def test_a_lost_node_leads_to_a_run_on_the_one_that_is_left(slurm, tmp_path):
     finally:
         slurm.call("scontrol", "update", "NodeName=n2", "State=RESUME")
     assert "NumNodes=1 " in slurm.call("scontrol", "show", "job", job)
-    assert losses(run) == reference(tmp_path, steps), log(run)
+    # As on one machine that goes on with one rank of two: another number of ranks adds in another order.
+    assert losses(run) == reference(tmp_path, steps, alone_after=resumed_after(run)), log(run)
 
 
-def test_out_of_time_it_saves_and_is_requeued(slurm, tmp_path):  # a minute is the shortest limit that Slurm has
+def test_out_of_time_it_saves_and_is_requeued(slurm, tmp_path):  # Slurm counts in minutes, and may signal one too early
     config, run = config_file(tmp_path, "run", checkpoint={"every": 0}), tmp_path / "run"
-    job = submit(slurm, config, "--nodes", "2", "--time", "1", "--grace", "40")
-    wait_until(lambda: "requeued" in log(run), "the requeue", otherwise=lambda: log(run) + slurm.logs())
-    assert "stopped by SIGUSR1" in log(run)
+    job = submit(slurm, config, "--nodes", "2", "--time", "3", "--grace", "60")
+    try:
+        wait_until(lambda: "requeued" in log(run), "the requeue", otherwise=lambda: log(run) + slurm.logs())
+    finally:
+        slurm.call("scancel", job)
+    assert "stopped by SIGUSR1" in log(run), log(run)
     assert [path.name for path in (run / "checkpoints").glob("step-*")] == [f"step-{max(losses(run)):08d}"]
-    slurm.call("scancel", job)
 
 
 def test_a_sweep_is_an_array_with_a_folder_for_each_run(slurm, tmp_path):

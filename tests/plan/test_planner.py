@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ottava.cli.main import main
+from ottava.cli.plan import number_of_tokens
 from ottava.distributed import ParallelPlan
 from ottava.plan import Cluster, NothingFits, estimate, plan_run
 from ottava.plan.calibrate import calibrate
@@ -182,6 +183,14 @@ def test_what_does_not_fit_says_what_would() -> None:
         plan_run(preset("llama3-8b"), Cluster.of("h200", 16384))
     with pytest.raises(NothingFits, match="cannot be divided over 24 GPUs"):
         plan_run(preset("llama3-8b"), Cluster.of("h200", 24))
+    odd = preset("llama3-8b")
+    odd = replace(odd, train=replace(odd.train, global_batch=7))
+    with pytest.raises(
+        NothingFits, match=r"global_batch \(7\) cannot be divided over 16 GPUs.*--set train.global_batch=8\."
+    ):
+        plan_run(odd, Cluster.of("h200", 16))
+    even = replace(odd, train=replace(odd.train, global_batch=8))
+    assert plan_run(even, Cluster.of("h200", 16)).winner.layout.ranks == 16
     endless = Config(
         model=ModelSection(hidden_size=16384, layers=1, heads=1), train=TrainSection(global_batch=1, micro_batch=1)
     )
@@ -291,6 +300,7 @@ def test_the_command_writes_what_train_takes(tmp_path, capsys) -> None:
     assert main(words) == 0
     text = capsys.readouterr().out
     assert "tokens/s/GPU" in text and "Passed over" in text and "GPU-hours" in text
+    assert number_of_tokens("1e12") == number_of_tokens("1T") == 1e12
 
 
 @pytest.mark.parametrize(
@@ -300,6 +310,8 @@ def test_the_command_writes_what_train_takes(tmp_path, capsys) -> None:
         (["llama3-8b", "--gpus", "8", "--gpu", "tpu"], "Known are"),
         (["llama3-8b"], "--gpus"),
         (["llama3-8b", "--gpus", "8", "--tokens", "lots"], "15T"),
+        (["llama3-8b", "--gpus", "8", "--document-length", "nan"], "A mean document of nan tokens"),
+        (["llama3-8b", "--gpus", "8", "--gpu", "a100"], "Choose --set precision.recipe=none, or give"),
         (["llama3-8b", "--gpus", "8", "--set", "train.global_batchs=3"], "has no key"),
         (["llama3-8b", "--gpus", "8", "--table", "nowhere.json"], "cannot be read"),
     ],

@@ -159,6 +159,10 @@ FUSED = ["--optimizer.name", "fused_adam"]
         (["--precision.fp8-weights", "--precision.recipe", "none"], "precision.recipe is 'none'"),
         (["--precision.fp8-head", "--precision.recipe", "none"], "precision.fp8_head quantizes the head by the recipe"),
         (
+            ["--precision.fp8-attention", "--precision.recipe", "Float8BlockScaling"],
+            "precision.fp8_attention needs a recipe with one scale",
+        ),
+        (
             ["--precision.fp8-head", "--model.pad-vocab-to", "1"],
             "a rank has 257 rows of it: pad it with model.pad_vocab_to = 128",
         ),

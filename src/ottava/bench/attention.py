@@ -1,6 +1,7 @@
 """`ottava bench attention`: forward and backward of causal attention by backend, as Ottava's layers call it.
 
-Every backend is first compared with the reference in float64 at a small size: outputs and gradients. With `--documents 1000` also
+Every backend is first compared with the reference in float64 at a small size: outputs and gradients. "fp8" is the forward of `fp8_dpa`,
+casts of q, k and v included, with the backward that bf16 has, from the same unquantized q, k and v. With `--documents 1000` also
 attention within packed documents of that mean length, by cumulative lengths and by document bounds.
 """
 
@@ -23,6 +24,7 @@ from ottava.bench.options import count
 from ottava.kernels import attention as kernel
 from ottava.kernels import attention_backend
 from ottava.kernels.attention_documents import document_attention
+from ottava.kernels.attention_fp8 import fp8_attention
 from ottava.kernels.attention_packed import packed_attention
 from ottava.nn.attention_documents import PackedDocuments, document_bounds
 
@@ -30,14 +32,16 @@ SHAPES = {"8b": (1, 8192, 32, 8, 128), "1b": (4, 4096, 32, 8, 64), "tiny": (1, 6
 """batch, sequence, heads, key and value heads, channels."""
 LIMIT = 0.02
 """Relative error of bf16 outputs and gradients against float64; 2e-3 is usual, gradients lose a little more."""
+FP8_LIMIT = 0.08
+"""The same for FP8: values and weights keep 4 significant bits; 0.05 is usual for normal numbers, whose sum is small."""
 
 
 def backends() -> dict[str, Callable[[], AbstractContextManager[Any]]]:
     """Contexts by name, in which `ottava.kernels.attention.attention` takes that backend. "ottava": its own choice."""
     if not torch.cuda.is_available():
         return {"ottava": nullcontext}  # there is one way on a CPU
-    # "triton" is for packed documents only.
-    names = [name for name in attention_backend.NAMES if name not in ("auto", "triton")]
+    # "triton" is for packed documents only; "fp8" is called by itself.
+    names = [name for name in attention_backend.NAMES if name not in ("auto", "triton", "fp8")]
     chosen: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         name: functools.partial(attention_backend.attention_backend, name) for name in names
     }
@@ -57,7 +61,7 @@ def peers() -> dict[str, SDPBackend]:
 
 
 def packed(name: str, documents: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Attention within documents [b, s] by backend: "flash", "flash4", or "triton", which takes bounds in place of lengths."""
+    """Attention within documents [b, s] by backend: "flash", "flash4", or "triton" and "fp8", which take bounds in place of lengths."""
     starts, ends = document_bounds(documents)
     known = PackedDocuments(documents.cpu(), documents.device)
     assert known.cu_seqlens is not None and known.longest is not None
@@ -65,6 +69,9 @@ def packed(name: str, documents: Tensor) -> Callable[[Tensor, Tensor, Tensor], T
 
     def by_bounds(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return document_attention(q, k, v, starts, ends, scale=q.shape[-1] ** -0.5, batch_first=True)
+
+    def in_fp8(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return fp8_attention(q, k, v, scale=q.shape[-1] ** -0.5, causal=True, batch_first=True, bounds=(starts, ends))
 
     def by_lengths(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))
@@ -74,7 +81,7 @@ def packed(name: str, documents: Tensor) -> Callable[[Tensor, Tensor, Tensor], T
         )
         return out.view(q.shape)
 
-    return by_bounds if name == "triton" else by_lengths
+    return {"triton": by_bounds, "fp8": in_fp8}.get(name, by_lengths)
 
 
 def draw_documents(batch: int, length: int, mean: int, device: str) -> Tensor:
@@ -113,6 +120,10 @@ def _ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return kernel.attention(q, k, v, scale=q.shape[-1] ** -0.5, causal=True, batch_first=True)
 
 
+def _fp8(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return fp8_attention(q, k, v, scale=q.shape[-1] ** -0.5, causal=True, batch_first=True)
+
+
 def _torch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     attend = torch.nn.functional.scaled_dot_product_attention
@@ -135,14 +146,15 @@ def check(
     device: str,
     context: Any,
     reference: Callable[..., Tensor] | None = None,
+    limit: float = LIMIT,
 ) -> float:
     """Largest relative error of output and gradients against float64; ArithmeticError above the limit."""
     expected = forward_backward(reference or _ours, _inputs(shape, "cpu", torch.float64))
     with context():
         found = forward_backward(attend, _inputs(shape, device, torch.bfloat16))
     error = max(float((a.cpu().double() - b).norm() / b.norm()) for a, b in zip(found, expected))
-    if not error <= LIMIT:
-        raise ArithmeticError(f"wrong: relative error {error:.4f} (limit {LIMIT})")
+    if not error <= limit:
+        raise ArithmeticError(f"wrong: relative error {error:.4f} (limit {limit})")
     return error
 
 
@@ -181,13 +193,15 @@ def run(options: argparse.Namespace) -> int:
     shape = SHAPES[name]
     small = (1, 200 if device == "cuda" else 48, 4, 2, shape[-1])
     contenders: dict[str, tuple[Callable[..., Tensor], Any]] = {n: (_ours, c) for n, c in backends().items()}
+    contenders["fp8"] = (_fp8, nullcontext)
     if device == "cuda":
         contenders |= {n: (_torch, lambda b=b: sdpa_kernel([b])) for n, b in peers().items()}
     results: dict[str, dict[str, Any]] = {}
     for label, (attend, context) in contenders.items():
-        results[label] = _row(attend, attend, context, small, shape, device, options.rounds)
+        limit = FP8_LIMIT if label == "fp8" else LIMIT
+        results[label] = _row(attend, attend, context, small, shape, device, options.rounds, limit=limit)
         _print(label, results[label])
-    for label in ("flash", "flash4", "triton") if options.documents else ():
+    for label in ("flash", "flash4", "triton", "fp8") if options.documents else ():
         few, many = (
             draw_documents(1, small[1], 20, device),
             draw_documents(shape[0], shape[1], options.documents, device),
@@ -196,7 +210,8 @@ def run(options: argparse.Namespace) -> int:
         try:
             checked, timed = packed(label, few), packed(label, many)
             reference = _dense(few.cpu())
-            results[name_of] = _row(checked, timed, nullcontext, small, shape, device, options.rounds, reference)
+            limit = FP8_LIMIT if label == "fp8" else LIMIT
+            results[name_of] = _row(checked, timed, nullcontext, small, shape, device, options.rounds, reference, limit)
         except ValueError as failure:
             results[name_of] = {"failed": str(failure)}
         _print(name_of, results[name_of])
@@ -218,10 +233,11 @@ def _row(
     device: str,
     rounds: int,
     reference: Callable[..., Tensor] | None = None,
+    limit: float = LIMIT,
 ) -> dict[str, Any]:
     """Figures of a backend; a backend that is not here or does not take this shape is a result as well."""
     try:
-        error = check(checked, small, device, context, reference)
+        error = check(checked, small, device, context, reference, limit)
         return {"relative_error": error, **measure(timed, shape, device, context, rounds)}
     except ArithmeticError as failure:
         return {"failed": str(failure), "wrong": True}

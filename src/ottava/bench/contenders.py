@@ -27,7 +27,8 @@ from ottava.quant.quantization import Quantization
 from ottava.train.config import Config
 from ottava.train.data import Batch
 from ottava.train.flops import quantized_precision
-from ottava.train.loop import Loop, open_data
+from ottava.train.inputs import open_data
+from ottava.train.loop import Loop
 from ottava.train.model import construct
 from ottava.train.override import override
 from ottava.train.world import World

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 
@@ -27,6 +28,12 @@ def _doctor(options: argparse.Namespace) -> int:
     from ottava.doctor import Options, examine
     from ottava.train.world import Place
 
+    if not 0 < options.timeout < math.inf or not 0 <= options.space_gib < math.inf:
+        print(
+            f"ottava doctor: --timeout is above 0 s and --space-gib 0 GiB or more, got {options.timeout:g} and {options.space_gib:g}.",
+            file=sys.stderr,
+        )
+        return 2
     try:
         place = Place.from_torchrun()
     except ValueError as error:

@@ -97,7 +97,7 @@ def _launch(options: argparse.Namespace) -> int:
 
     try:
         _read_words(options)
-        job, launcher = _job(options), _launcher(options)
+        launcher, job = _launcher(options), _job(options)
         folder, files = job.folder, launcher.files(job)
         if options.show:
             print(next(iter(files.values())), end="")
@@ -124,6 +124,10 @@ def _read_words(options: argparse.Namespace) -> None:
     if len(words) != 1:
         raise ValueError(f"it takes one configuration, got {' '.join(words)}: ottava launch run.toml --on slurm")
     options.config, options.on = words[0], options.on or "local"
+    if options.config in SCHEDULERS:
+        raise ValueError(f"{options.config} starts a run; which one? ottava launch {options.config} run.toml")
+    if options.python == "":
+        raise ValueError("--python '': write the command that runs Python on the nodes, or leave it out.")
     for name, schedulers in BELONGS.items():
         if getattr(options, name) is not None and options.on not in schedulers:
             raise ValueError(f"--{name} is for --on {' or '.join(schedulers)}; it does nothing on {options.on}.")
@@ -211,7 +215,7 @@ def _launcher(options: argparse.Namespace) -> Any:
     if options.on == "ssh":
         from ottava.launch.ssh import Ssh
 
-        return Ssh(tuple(filter(None, (options.hosts or "").split(","))))
+        return Ssh(tuple(options.hosts.split(",")) if options.hosts else ())
     if options.on == "slurm":
         from ottava.launch.slurm import Slurm
 
@@ -255,6 +259,11 @@ def _write(folder: Path, files: dict[str, str]) -> None:
     """Each whole or not at all."""
     from ottava.train.metrics import write_whole
 
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"the folder {folder} cannot be made: {error.strerror}. Choose another with --output."
+        ) from error
     for name, text in files.items():
         write_whole(folder / name, text)

@@ -85,7 +85,7 @@ def number_of_tokens(text: str) -> float:
     >>> number_of_tokens("1.5T")
     1500000000000.0
     """
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmbt]?)", text.strip().lower().replace(",", ""))
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]{1,2})?)([kmbt]?)", text.strip().lower().replace(",", ""))
     if match is None or float(match[1]) <= 0:
-        raise ValueError(f"--tokens {text!r} is no number of tokens: write 15T, 300B, 1.5M or 1000000.")
+        raise ValueError(f"--tokens {text!r} is no number of tokens: write 15T, 300B, 1.5M, 1e12 or 1000000.")
     return float(match[1]) * UNITS[match[2]]

@@ -50,7 +50,7 @@ ALONE: tuple[Check, ...] = (
 )
 """What a rank measures by itself."""
 BUSY = 2.0
-"""Processes that wait for a core, besides the ranks: above, nobody can say which rank is slow. GPUs are not shared."""
+"""Processes that wait for a core, besides the ranks: above, nobody can say which link is slow, since cores copy. GPUs are not shared."""
 SPEED_TURNS, LINK_TURNS = 5, 3
 """Times that what looks slow is measured, before it is called slow."""
 
@@ -105,7 +105,8 @@ def _all_checks(options: Options, team: Team, found: list[Finding]) -> None:
         found += check.findings([facts[check.name] for facts in everyone], names)
     found += clock.judge([{"time": value} for value in team.gather("times", team.instant("clock"))], names)
     device = _device(team)
-    measured = _speed(options, team, device, names) + _links(options, team, device, hosts, names, found)
+    found += _speed(options, team, device, names)
+    measured = _links(options, team, device, hosts, names, found)
     loads = team.gather("load", os.getloadavg()[0] / len(os.sched_getaffinity(0)))
     if device.type == "cpu" and max(loads) > BUSY + team.place.local_size:
         measured = [_doubted(f, max(loads)) for f in measured]
@@ -128,8 +129,8 @@ def _plan(options: Options, machine: Machine, sound_links: bool) -> list[Finding
 
 
 def _doubted(finding: Finding, load: float) -> Finding:
-    """Cores that others use too tell nothing about a rank: its slowness is worth a warning."""
-    if finding.status != "problem" or not any(unit in finding.message for unit in ("GB/s", "TFLOP/s")):
+    """Cores that others use too tell nothing about a link: its slowness is worth a warning."""
+    if finding.status != "problem" or "GB/s" not in finding.message:
         return finding
     doubt = f"{finding.message} (machines are busy, {load:.0f} processes a core: look again when they are not)"
     return Finding(finding.check, "warning", doubt, finding.ranks)

@@ -22,32 +22,46 @@ class Addresses:
 
     def __init__(self, module: nn.Module) -> None:
         # The dictionaries of the modules, which see a parameter that is replaced; to walk over the tree takes longer than a replay.
-        self._slots: list[tuple[dict[str, Any], str]] = [
+        slots: list[tuple[dict[str, Any], str]] = [
             (slots, name)
             for child in module.modules()
             for slots in (child._parameters, child._buffers)
             for name, tensor in slots.items()
             if tensor is not None
         ]
-        self._found = self._now()
+        self._plain = [(slots, name) for slots, name in slots if _is_plain(slots[name])]
+        self._others = [(slots, name) for slots, name in slots if not _is_plain(slots[name])]
+        self._found, self._found_others = self._addresses(), self._addresses_of_others()
 
     def hold(self) -> bool:
         """Whether everything lies where it lay. FP8 operands are brought up to date with their bytes and scales by the way."""
-        return self._now() == self._found
+        try:
+            plain = self._addresses()
+        except (
+            AttributeError,
+            KeyError,
+            RuntimeError,
+        ):  # None, nothing, or a tensor without an address has taken a place
+            return False
+        return plain == self._found and self._addresses_of_others() == self._found_others
 
-    def _now(self) -> list[int]:
+    def _addresses(self) -> list[int]:
+        return [slots[name].data_ptr() for slots, name in self._plain]
+
+    def _addresses_of_others(self) -> list[int]:
         found = []
-        for slots, name in self._slots:
+        for slots, name in self._others:
             tensor = slots.get(name)
-            if type(tensor) is nn.Parameter or type(tensor) is Tensor:
-                found.append(tensor.data_ptr())
-                continue
             local = None if tensor is None else held(tensor)
             if isinstance(local, Weight):
                 found += [t.data_ptr() for t in tensors_of(local)]
             else:
                 found.append(0 if local is None else local.data_ptr())
         return found
+
+
+def _is_plain(tensor: Any) -> bool:
+    return type(tensor) is nn.Parameter or type(tensor) is Tensor
 
 
 def weight_copies(module: nn.Module) -> list[object]:

@@ -9,15 +9,17 @@ after an eager pass, once, and is a small graph of its own. A copy of a weight t
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ottava import torch_private
 from ottava.graphs.addresses import Addresses, weight_copies
+from ottava.graphs.gradient_copies import GradientCopies
 from ottava.graphs.recorder import CudaRecorder, Recorder, Replay
 from ottava.notices import warn_once
 from ottava.quant.delayed import (
@@ -26,8 +28,8 @@ from ottava.quant.delayed import (
     RecordedUpdate,
     collecting_backward,
     collecting_forward,
+    replayed_backward,
     replayed_forward,
-    schedule_backward_update,
     step_states,
     updates_without_the_host,
 )
@@ -280,10 +282,16 @@ class _GraphedModule:
         self.module, self.context, self.options, self.hooks = module, context, options, hooks
         self.eager, self.training = module.forward, module.training
         kwargs = {name: value for name, value in kwargs.items() if not (options.caching and name == FIRST)}
-        self.names = set(kwargs)
+        self.names = tuple(kwargs)
         leaves, self.spec = torch_private.tree_flatten((tuple(args), kwargs))
+        values = (*args, *kwargs.values())
+        # The number of positional arguments, if no argument is a tuple or the like: the values of a call are the leaves then.
+        self.flat = len(args) if len(values) == len(leaves) and all(map(operator.is_, values, leaves)) else None
         self.leaves = [_static(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.kinds = [_kind(leaf) for leaf in self.leaves]
         self.inputs = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+        self.targets = [(x.detach(), x.data_ptr()) for x in self.inputs]
+        self.differentiated = [x.requires_grad for x in self.inputs]
         self.parameters = [p for p in module.parameters() if p.requires_grad] if module.training else []
         self.variants = {first: _Pass(self, first) for first in ((True, False) if options.caching else (None,))}
 
@@ -316,10 +324,15 @@ class _GraphedModule:
                 f"Parameters or buffers of this {type(module).__name__} lie elsewhere than when its graph was recorded (moved, loaded with "
                 "assign=True, quantized by another recipe): call make_graphed_callables again, on a module that was not graphed."
             )
-        outputs = list(_Replayed.apply(one, len(given), *given, *self.parameters))
-        replayed_forward(one.forward_states)
+        apply = _Replayed.apply if torch_private.transforms_active() else _BARE_APPLY
+        outputs = apply(one, *given, *self.parameters)
+        if one.forward_states:
+            replayed_forward(one.forward_states)
+        if one.returns_a_tensor:
+            return outputs[0]
+        tensors = iter(outputs)
         return torch_private.tree_unflatten(
-            [outputs.pop(0) if leaf is _TENSOR else leaf for leaf in one.result], one.spec
+            [next(tensors) if leaf is _TENSOR else leaf for leaf in one.result], one.spec
         )
 
     def _first(self, kwargs: dict[str, Any]) -> bool | None:
@@ -335,6 +348,28 @@ class _GraphedModule:
 
     def _given(self, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
         """The tensors of a call, if it is one that the graph can serve."""
+        tensors = []
+        for leaf, kind in zip(self._leaves_of(args, kwargs), self.kinds, strict=True):
+            if not isinstance(leaf, Tensor):
+                fits = leaf is kind or _kind(leaf) == kind
+            else:
+                tensors.append(leaf)
+                fits = type(kind) is _Kind and leaf.shape == kind.shape and leaf.dtype == kind.dtype
+                fits = fits and leaf.device == kind.device
+            if not fits:
+                wanted, given = (tuple(k) if isinstance(k, _Kind) else k for k in (kind, _kind(leaf)))
+                raise ValueError(
+                    f"This {type(self.module).__name__} was graphed for {wanted}, but is called with {given}: a graph "
+                    "serves one shape and dtype, and the other values that it was recorded with."
+                )
+        return tensors
+
+    def _leaves_of(self, args: Any, kwargs: dict[str, Any]) -> Sequence[Any]:
+        """The values of a call in the order of `self.leaves`."""
+        if tuple(kwargs) != self.names and kwargs.keys() == set(self.names):
+            kwargs = {name: kwargs[name] for name in self.names}  # were given in another order
+        if len(args) == self.flat and tuple(kwargs) == self.names:
+            return (*args, *kwargs.values())
         leaves, spec = torch_private.tree_flatten((args, kwargs))
         if spec != self.spec:
             hint = f" (for {FIRST}, graph with cache_quantized_params=True)" if FIRST in kwargs else ""
@@ -342,19 +377,13 @@ class _GraphedModule:
                 f"This {type(self.module).__name__} was graphed for other arguments than the {len(args)} and {sorted(kwargs)} of this "
                 f"call: pass them as sample_args and sample_kwargs have them{hint}."
             )
-        for leaf, static in zip(leaves, self.leaves, strict=True):
-            if _kind(leaf) != _kind(static):
-                raise ValueError(
-                    f"This {type(self.module).__name__} was graphed for {_kind(static)}, but is called with {_kind(leaf)}: a graph "
-                    "serves one shape and dtype, and the other values that it was recorded with."
-                )
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return leaves
 
     def _check_context(self) -> None:
-        wanted = self.context.recipe
-        if wanted is not None and CURRENT.depth and CURRENT.recipe != wanted:
+        wanted, given = self.context.recipe, CURRENT.recipe
+        if given is not wanted and wanted is not None and CURRENT.depth and given != wanted:
             raise ValueError(
-                f"This {type(self.module).__name__} was graphed with {wanted}, but is called inside autocast with {CURRENT.recipe}."
+                f"This {type(self.module).__name__} was graphed with {wanted}, but is called inside autocast with {given}."
             )
 
 
@@ -362,9 +391,17 @@ def _static(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
+class _Kind(NamedTuple):
+    """What the tensors of all calls have in common."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
 def _kind(leaf: Any) -> Any:
     """What a graph is recorded for."""
-    return (tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
+    return _Kind(tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
 
 
 _TENSOR = object()
@@ -387,7 +424,13 @@ class _Pass:
         self.result: list[Any] = []
         """Leaves of what the module returns: `_TENSOR`, or a value that is no tensor."""
         self.spec: Any = None
+        self.returns_a_tensor = False
+        """And nothing around it."""
         self.differentiable: list[bool] = []
+        self.copies: dict[tuple[bool, ...], GradientCopies] = {}
+        """Of what backward gives, by which of the inputs that have a gradient are leaves."""
+        self.added: list[nn.Parameter] = []
+        """Parameters whose gradients the graph adds into `main_grad`."""
 
     @property
     def surface(self) -> list[Tensor]:
@@ -402,6 +445,7 @@ class _Pass:
         leaves, self.spec = torch_private.tree_flatten(result)
         self.result = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self.returns_a_tensor = isinstance(result, Tensor)
         self.differentiable = [t.requires_grad for t in tensors]
         self.live = [t for t in tensors if t.requires_grad]
         return [t.detach() for t in tensors]
@@ -453,49 +497,57 @@ class _Pass:
             if hook(self.owner.module) is not None:
                 raise ValueError(f"make_graphed_callables: a hook of capture_time_hooks ({kind}) must return None.")
 
-    def returned(self, found: Sequence[Tensor | None], leaves: Sequence[bool]) -> list[Tensor | None]:
-        """Gradients as autograd may keep them: copies, where they would become somebody's `grad` and be overwritten by the next replay.
+    def returned(self, found: Sequence[Tensor | None], leaves: tuple[bool, ...]) -> list[Tensor | None]:
+        """Gradients of `surface` as autograd may keep them: copies, where they would become somebody's `grad` and be overwritten by
+        the next replay.
 
-        leaves: of the inputs that have a gradient, whether they are leaves.
+        found: the tensors that every replay fills. leaves: of the inputs that have a gradient, whether they are leaves.
         """
-        owner = self.owner
-        keeps = [*leaves, *([owner.options.clone_gradients] * len(owner.parameters))]
-        sources = [g for g, keep in zip(found, keeps, strict=True) if keep and g is not None]
-        copies = [torch.empty_like(g) for g in sources]
-        if copies:
-            torch_private.copy_all(copies, sources)
-        given = [copies.pop(0) if keep and g is not None else g for g, keep in zip(found, keeps, strict=True)]
-        for parameter, gradient in zip(owner.parameters, given[len(leaves) :], strict=True):
-            if gradient is None and getattr(parameter, "main_grad", None) is not None:
+        copies = self.copies.get(leaves)
+        if copies is None:
+            owner, inputs = self.owner, len(leaves)
+            kept = [*leaves, *([owner.options.clone_gradients] * len(owner.parameters))]
+            copies = self.copies[leaves] = GradientCopies(found, kept, apart=inputs)
+            self.added = [p for p, g in zip(owner.parameters, found[inputs:], strict=True) if g is None]
+        for parameter in self.added:
+            if getattr(parameter, "main_grad", None) is not None:
                 parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # by the graph
-        return given
+        return copies()
 
 
 class _Replayed(torch.autograd.Function):
     """Two replays as one differentiable function of the inputs and the parameters."""
 
     @staticmethod
-    def forward(ctx: Any, one: _Pass, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        inputs = one.owner.inputs
-        ctx.one = one
-        ctx.wanted = [x.requires_grad for x in inputs]
-        ctx.leaves = [given.is_leaf for given, static in zip(tensors, inputs) if static.requires_grad]
-        changed = [(s, x) for s, x in zip(inputs, tensors[:count], strict=True) if s.data_ptr() != x.data_ptr()]
-        if changed:
-            torch_private.copy_all([s.detach() for s, _ in changed], [x for _, x in changed])
+    def forward(ctx: Any, one: _Pass, *tensors: Tensor) -> tuple[Tensor, ...]:
+        owner = one.owner
+        leaves = []
+        # Shorter than `tensors`: the parameters follow, and stay where they are.
+        for (target, address), wanted, given in zip(owner.targets, owner.differentiated, tensors):
+            if given.data_ptr() != address:
+                target.copy_(given)
+            if wanted:
+                leaves.append(given.is_leaf)
+        ctx.one, ctx.leaves = one, tuple(leaves)
         outputs = tuple(t.detach() for t in one.forward_replay() if t is not None)
-        ctx.mark_non_differentiable(*(t for t, yes in zip(outputs, one.differentiable, strict=True) if not yes))
+        if not all(one.differentiable):
+            ctx.mark_non_differentiable(*(t for t, yes in zip(outputs, one.differentiable, strict=True) if not yes))
         return outputs
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         one = ctx.one
-        coming = [g for g, yes in zip(grads, one.differentiable, strict=True) if yes]
         if one.incoming:
-            torch_private.copy_all(one.incoming, coming)
+            coming = (g for g, yes in zip(grads, one.differentiable, strict=True) if yes)
+            for static, gradient in zip(one.incoming, coming, strict=True):
+                static.copy_(gradient)
         given = one.returned(one.backward_replay(), ctx.leaves)
-        for state in one.backward_states:
-            schedule_backward_update(state.id)
-        inputs = [given.pop(0) if wanted else None for wanted in ctx.wanted]
-        return None, None, *inputs, *given
+        if one.backward_states:
+            replayed_backward(one.backward_states)
+        wanted = iter(given)
+        inputs = [next(wanted) if differentiated else None for differentiated in one.owner.differentiated]
+        return None, *inputs, *wanted
+
+
+_BARE_APPLY = torch_private.bare_apply(_Replayed)

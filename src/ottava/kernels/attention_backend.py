@@ -25,13 +25,17 @@ from torch import Tensor
 
 from ottava.notices import log, warn_once
 
-NAMES = ("auto", "cudnn", "flash", "flash4", "triton")
-"""cudnn: dense attention only. triton: packed documents only. The others do both."""
+NAMES = ("auto", "cudnn", "flash", "flash4", "triton", "fp8")
+"""cudnn: dense attention only. triton: packed documents only. The others do both; fp8 where the recipe has `fp8_dpa`."""
 
 FLASH4_CHANNELS = (64, 128)
 """Channels of a head at which flash4 was measured, and was faster than cuDNN, forward and backward together."""
 FLASH4_QUERIES = 2048
 """Queries from which flash4 is chosen for dense attention: shorter ones were not measured."""
+
+FP8_FASTER_FROM: dict[tuple[str, int], int | None] = {}
+"""By kind ("dense", "packed") and channels of a head: the queries of a row from which FP8 attention, forward and backward together, took
+less time than the fastest bf16 kernel on an H200 (`ottava bench attention`); None: at no size. Not in it: not measured."""
 
 # Of the process: a recomputed forward runs in another thread, and must choose what the first one chose.
 _forced = "auto"
@@ -39,8 +43,8 @@ _forced = "auto"
 
 @contextlib.contextmanager
 def attention_backend(name: str) -> Iterator[None]:
-    """Within it attention on a GPU runs on `name`, in all of the process: "cudnn", "flash", "flash4", "triton" (packed documents), or
-    "auto", by shape.
+    """Within it attention on a GPU runs on `name`, in all of the process: "cudnn", "flash", "flash4", "triton" (packed documents),
+    "fp8" (whatever was measured, in `autocast` with a recipe that has `fp8_dpa`), or "auto", by shape.
 
     Where that kernel does not do what is asked for (a mask, dropout, float32), attention still runs on what does.
 
@@ -89,7 +93,7 @@ def dense_backend(q: Tensor, k: Tensor, v: Tensor, causal: bool, special: bool) 
     """For q [b, h, s, d], k and v [b, g, t, d] on a GPU. special: a mask, a bias or dropout, which only torch's kernels take."""
     asked = forced()
     chosen = asked if asked in ("cudnn", "flash") else "cudnn"
-    wanted = asked == "flash4" or (asked == "auto" and q.shape[2] >= FLASH4_QUERIES)
+    wanted = asked == "flash4" or (asked in ("auto", "fp8") and q.shape[2] >= FLASH4_QUERIES)
     square = not causal or q.shape[2] == k.shape[2]  # flash4 counts a causal mask from the other corner
     if wanted and square and not special and flash4_fits(q, k, v) and flash4() is not None:
         chosen = "flash4"
@@ -98,13 +102,30 @@ def dense_backend(q: Tensor, k: Tensor, v: Tensor, causal: bool, special: bool) 
     return chosen
 
 
+def fp8_is_slower(kind: str, channels: int, queries: int) -> str | None:
+    """Why FP8 attention is not the faster one on a GPU, by the table above or by what `attention_backend` says; None if it may run."""
+    asked = forced()
+    if asked not in ("auto", "fp8"):
+        return f"attention_backend({asked!r}) is in force"
+    if asked == "fp8":
+        return None
+    if (kind, channels) not in FP8_FASTER_FROM:
+        known = "has not been measured to be faster in FP8"
+    else:
+        needed = FP8_FASTER_FROM[kind, channels]
+        if needed is not None and queries >= needed:
+            return None
+        known = f"was measured and is no faster in FP8 {'at any size' if needed is None else f'below {needed} queries'}"
+    return f"{kind} attention with heads of {channels} channels {known} (attention_backend('fp8') runs it all the same)"
+
+
 def packed_backend(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """For packed q [t, h, d], k and v [t, g, d]: "flash4", "flash", or None where no such kernel takes them."""
     if not varlen_fits(q, k, v):
         return None
     asked = forced()
     chosen = "flash"
-    if asked in ("auto", "cudnn", "flash4") and flash4_fits(q, k, v) and flash4() is not None:
+    if asked in ("auto", "cudnn", "flash4", "fp8") and flash4_fits(q, k, v) and flash4() is not None:
         chosen = "flash4"
     return chosen
 
@@ -119,7 +140,7 @@ def varlen_fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and q.shape[-1] <= 256
         and q.numel() > 0
         and k.numel() > 0
-        and (torch.compiler.is_compiling() or _capability(q.device.index) >= (8, 0))  # which is not traced
+        and (torch.compiler.is_compiling() or capability(q.device.index) >= (8, 0))  # which is not traced
     )
 
 
@@ -131,10 +152,10 @@ def flash4_fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and not torch.are_deterministic_algorithms_enabled()
         and varlen_fits(q, k, v)
         and q.shape[-1] in FLASH4_CHANNELS
-        and _capability(q.device.index)[0] in (9, 10)
+        and capability(q.device.index)[0] in (9, 10)
     )
 
 
 @functools.cache
-def _capability(device: int) -> tuple[int, int]:
+def capability(device: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)

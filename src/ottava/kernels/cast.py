@@ -310,7 +310,9 @@ def _quantize_cuda(
 ) -> BufferTensors:
     import ottava.kernels.tile as tile
 
-    made = tile.quantize(tile.Identity(x), scheme, scale, amax, rowwise, columnwise)
+    producer = tile.Identity()
+    producer.x = x if x.stride(-1) == 1 else x.contiguous()
+    made = tile.quantize(producer, scheme, scale, amax, rowwise, columnwise)
     return _QUANTIZE(x, scheme, scale, amax, rowwise, columnwise) if made is None else made
 
 
@@ -325,7 +327,10 @@ def _amax(x: Tensor) -> Tensor:
 def _amax_cuda(x: Tensor) -> Tensor:
     import ottava.kernels.tile as tile
 
-    return tile.amax(tile.Identity(x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)))
+    producer = tile.Identity()
+    rows = x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
+    producer.x = rows if rows.stride(-1) == 1 else rows.contiguous()
+    return tile.amax(producer)
 
 
 amax = define("amax", _amax, lambda x: x.new_empty(1, dtype=torch.float32), _amax_cuda, cuda_launches=True)

@@ -21,7 +21,15 @@ def _record(history: Tensor, amax: Tensor, column: int, owner: int) -> None:
 def _record_cuda(history: Tensor, amax: Tensor, column: int, owner: int) -> None:
     import ottava.kernels.delayed_triton as delayed_triton
 
-    delayed_triton.record(history, amax, column)
+    if not (history.dtype is amax.dtype is torch.float32 and history.stride(1) == 1 and amax.numel() == 1):
+        raise ValueError(
+            f"record_amax_ takes a float32 history with contiguous rows and one float32 amax, got {history.dtype} with strides "
+            f"{history.stride()} and {amax.dtype} of shape {tuple(amax.shape)}."
+        )
+    launch = delayed_triton.RECORDS.get(column)
+    if launch is None:
+        launch = delayed_triton.prepare_record(column)
+    launch(history, amax)
     if owner:
         schedule_backward_update(owner)
 

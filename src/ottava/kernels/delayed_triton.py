@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,21 +17,14 @@ def _record_kernel(history_ptr, amax_ptr, column):
 
 
 _RECORD = Launcher(_record_kernel)
-_RECORDS: dict[int, Launch] = {}
-"""By column."""
+RECORDS: dict[int, Launch] = {}
+"""By column, what takes history [L, n] and amax [1], both float32, and raises the history in place: `prepare_record` makes it."""
 
 
-def record(history: Tensor, amax: Tensor, column: int) -> None:
-    """history [L, n] and amax [1], both float32; in place."""
-    if not (history.dtype is amax.dtype is torch.float32 and history.stride(1) == 1 and amax.numel() == 1):
-        raise ValueError(
-            f"record_amax_ takes a float32 history with contiguous rows and one float32 amax, got {history.dtype} with strides "
-            f"{history.stride()} and {amax.dtype} of shape {tuple(amax.shape)}."
-        )
-    launch = _RECORDS.get(column)
-    if launch is None:
-        launch = _RECORDS[column] = _RECORD.prepare((1,), 1, {"column": column}, ("history_ptr", "amax_ptr"))
-    launch(history, amax)
+def prepare_record(column: int) -> Launch:
+    """The launch for `column`, which is in `RECORDS` from now on."""
+    launch = RECORDS[column] = _RECORD.prepare((1,), 1, {"column": column}, ("history_ptr", "amax_ptr"))
+    return launch
 
 
 @triton.jit

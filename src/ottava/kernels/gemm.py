@@ -339,7 +339,10 @@ def _cublas_scale(scale: Tensor, scheme: Scheme) -> Tensor:
     """
     if scheme.block == (1, 128):
         return _rows_packed(scale)
-    return pad(scale, (0, -scale.shape[1] % 4)).t()
+    missing = -scale.shape[1] % 4
+    if missing or not scale.is_contiguous():
+        scale = torch.constant_pad_nd(scale, (0, missing))
+    return scale.t()
 
 
 def typed(data: Tensor, scheme: Scheme) -> Tensor:

@@ -12,6 +12,8 @@ sees whole matrices.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -104,6 +106,11 @@ def each_element(of_blocks: Tensor, rows: int, columns: int, top: int, left: int
     return of_blocks[row][:, column]
 
 
+@functools.lru_cache(maxsize=256)
+def _elements_per_byte(scheme: str) -> int:
+    return Scheme.parse(scheme).elements_per_byte
+
+
 def _transpose(data: Tensor, scheme: str) -> Tensor:
     """uint8 [M, K] -> [K, M]; for E2M1 [M, K/2] -> [K, M/2], packed anew. Always new memory."""
     if Scheme.parse(scheme).elements_per_byte == 1:
@@ -118,9 +125,9 @@ def _transpose_fake(data: Tensor, scheme: str) -> Tensor:
 
 
 def _transpose_cuda(data: Tensor, scheme: str) -> Tensor:
-    from ottava.kernels import grid_triton
+    import ottava.kernels.grid_triton as grid_triton
 
-    if Scheme.parse(scheme).elements_per_byte == 1 and grid_triton.fits(data):
+    if _elements_per_byte(scheme) == 1 and grid_triton.fits(data):
         return grid_triton.transpose(data)
     return _transpose(data, scheme)
 

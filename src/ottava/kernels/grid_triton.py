@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ottava.kernels.launch import Launcher
+from ottava.kernels.launch import Launch, Launcher
 
 
 @triton.jit
@@ -41,16 +41,23 @@ def transpose_kernel(x_ptr, out_ptr, M, K, BM: tl.constexpr, BK: tl.constexpr):
 
 
 _TRANSPOSE = Launcher(transpose_kernel)
+_LAUNCHES: dict[tuple[int, int], Launch] = {}
+"""By shape: weights have few."""
+MOST_LAUNCHES = 4096
 
 
 def transpose(data: Tensor) -> Tensor:
     """uint8 [M, K] -> [K, M]; contiguous, on 4-byte boundaries, both sizes multiples of 4 (`fits`)."""
     m, k = data.shape
-    out = torch.empty(k, m, dtype=torch.uint8, device=data.device)
-    bm, bk = 32, 64
-    words = {"x_ptr": data.view(torch.int32), "out_ptr": out.view(torch.int32)}
-    grid = (triton.cdiv(k, 4 * bk), triton.cdiv(m, 4 * bm))
-    _TRANSPOSE(grid, 4, {**words, "M": m, "K": k, "BM": bm, "BK": bk})
+    out = data.new_empty(k, m)
+    launch = _LAUNCHES.get((m, k))
+    if launch is None:
+        bm, bk = 32, 64
+        grid = (triton.cdiv(k, 4 * bk), triton.cdiv(m, 4 * bm))
+        launch = _TRANSPOSE.prepare(grid, 4, {"M": m, "K": k, "BM": bm, "BK": bk}, ("x_ptr", "out_ptr"))
+        if len(_LAUNCHES) < MOST_LAUNCHES:
+            _LAUNCHES[m, k] = launch
+    launch(data.view(torch.int32), out.view(torch.int32))
     return out
 
 

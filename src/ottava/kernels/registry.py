@@ -65,7 +65,11 @@ def plain_functions(x: Tensor) -> Any:
     if (
         (type(x) is Tensor or type(x) is torch.nn.Parameter)
         and device in FUNCTIONS
-        and torch_private.nobody_intercepts()
+        and not torch_private.dispatch_modes()
+        and not torch_private.function_modes()
+        and not torch_private.transforms_active()
+        and not torch_private.is_tracing()
+        and not torch_private.profiler_enabled()
         and not torch.is_autocast_enabled(device)
     ):
         return FUNCTIONS[device]

@@ -91,7 +91,7 @@ def _triton(name: str, reference: Callable) -> Callable:
     """The Triton version of an op, imported at its first call. Its arithmetic is float32, so float64 stays with the reference."""
 
     def launch(*args: Any) -> Any:
-        from ottava.kernels import rope_triton
+        import ottava.kernels.rope_triton as rope_triton
 
         return (reference if args[0].dtype is torch.float64 else getattr(rope_triton, name))(*args)
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ottava.kernels import qkv_rope_triton
-from ottava.kernels.launch import Launcher
+from ottava.kernels.launch import Launch, Launcher
 
 MAX_SLOTS, WARPS = 8, 2  # heads that a program holds at once, and its warps: the fastest of those tried on an H200
 
@@ -158,6 +158,10 @@ def _rope_kernel(
 
 
 _ROPE, _QKV = Launcher(_rope_kernel), Launcher(_qkv_kernel)
+_POINTERS = ("qkv", "q", "k", "v", "cos_q", "sin_q", "cos_k", "sin_k", "positions")
+_MOST_LAUNCHES = 1024
+_LAUNCHES: dict[tuple, Launch] = {}
+"""Of `_qkv_kernel`, by all but the addresses."""
 
 
 def _table(freqs: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor, int]:
@@ -222,13 +226,15 @@ def _launch_qkv(
             qkv, q, k, v, (cos_q, sin_q, cos_k, sin_k), positions, seq_stride, seq_len, by_group, batch, merge
         )
         return
-    slots = min(MAX_SLOTS, triton.next_power_of_2(heads + 2 * groups))
-    _QKV(
-        (tokens, triton.cdiv(heads + 2 * groups, slots)),
-        WARPS,
-        {
-            "qkv": qkv, "q": q, "k": k, "v": v, "cos_q": cos_q, "sin_q": sin_q, "cos_k": cos_k, "sin_k": sin_k,
-            "positions": qkv if positions is None else positions,
+    key = (
+        q.shape, groups, q.stride(), k.stride(), v.stride(), qkv.dtype, q.dtype, k.dtype, v.dtype, cos_q.dtype, cos_k.dtype,
+        None if positions is None else positions.dtype, seq_stride, seq_len, cos_q.shape[0], cos_k.shape[0], rot_q, rot_k,
+        freqs_q is None, freqs_k is None, by_group, interleaved, batch, merge,
+    )  # fmt: skip
+    launch = _LAUNCHES.get(key)
+    if launch is None:
+        slots = min(MAX_SLOTS, triton.next_power_of_2(heads + 2 * groups))
+        numbers = {
             "q_token": q.stride(0), "q_head": q.stride(1), "k_token": k.stride(0), "k_head": k.stride(1),
             "v_token": v.stride(0), "v_head": v.stride(1),
             "seq_stride": seq_stride, "seq_len": max(seq_len, 1), "rows_q": cos_q.shape[0], "rows_k": cos_k.shape[0],
@@ -236,8 +242,12 @@ def _launch_qkv(
             "batch_major": batch > 1, "has_positions": positions is not None, "turn_q": freqs_q is not None, "turn_k": freqs_k is not None,
             "by_group": by_group, "interleaved": interleaved, "merge": merge,
             "dim": dim, "rot_q": rot_q, "rot_k": rot_k, "SLOTS": slots, "DIM": triton.next_power_of_2(dim),
-        },
-    )  # fmt: skip
+        }  # fmt: skip
+        launch = _QKV.prepare((tokens, triton.cdiv(heads + 2 * groups, slots)), WARPS, numbers, _POINTERS)
+        if len(_LAUNCHES) >= _MOST_LAUNCHES:
+            _LAUNCHES.clear()
+        _LAUNCHES[key] = launch
+    launch(qkv, q, k, v, cos_q, sin_q, cos_k, sin_k, qkv if positions is None else positions)
 
 
 def split_qkv(

@@ -27,18 +27,17 @@ _STRIDE = 4  # int32 numbers from one counter to the next: kernels are compiled 
 
 slot = ELSEWHERE
 """See [Note: slots]."""
-_COUNTERS: dict[int, list[Tensor]] = {}
+counters: dict[int, list[Tensor]] = {}
+"""By device (-1: the CPU) and slot, where somebody has asked for one before: see `counter`."""
 _BOARDS: dict[int, Tensor] = {}
 
 
 def counter(values: Tensor) -> Tensor:
     """int32 [1] on the device of `values`: what an op that quantizes them adds to."""
     device = values.get_device()
-    counters = _COUNTERS.get(device)
-    if counters is None:
+    if device not in counters:
         _board(values.device)
-        counters = _COUNTERS[device]
-    return counters[slot]
+    return counters[device][slot]
 
 
 def count(values: Tensor) -> None:
@@ -51,7 +50,7 @@ def count_amax(amax: Tensor) -> None:
     """The same of the amax of weights that are quantized together."""
     if type(amax) is Tensor and amax.device.type != "meta":
         _board(amax.device)
-        _COUNTERS[amax.get_device()][WEIGHTS].add_(amax.numel() - torch.isfinite(amax).sum(dtype=torch.int32))
+        counters[amax.get_device()][WEIGHTS].add_(amax.numel() - torch.isfinite(amax).sum(dtype=torch.int32))
 
 
 def counts(device: torch.device, slots: int = SLOTS) -> Tensor:
@@ -73,5 +72,5 @@ def _board(device: torch.device) -> Tensor:
     if board is None:
         with torch.inference_mode(False):
             board = _BOARDS[key] = torch.zeros(SLOTS * _STRIDE, dtype=torch.int32, device=device)
-            _COUNTERS[key] = list(board.view(SLOTS, _STRIDE)[:, :1].unbind(0))
+            counters[key] = list(board.view(SLOTS, _STRIDE)[:, :1].unbind(0))
     return board

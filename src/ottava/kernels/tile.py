@@ -43,8 +43,8 @@ class Producer:
     tensors: tuple[Tensor, ...] = ()
     """What the kernel reads beside x, in the order of `pointers`."""
 
-    def __init__(self, x: Tensor) -> None:
-        self.x = x if x.stride(-1) == 1 else x.contiguous()
+    x: Tensor
+    """[M, K], with rows that are contiguous."""
 
     def columns(self) -> int:
         """Columns that the grid covers."""
@@ -64,7 +64,7 @@ class Producer:
 
 
 class Identity(Producer):
-    """The tensor itself."""
+    """The tensor itself. Whoever makes one sets `x`: a constructor would be a call more in every cast."""
 
     rounds = False
 
@@ -315,7 +315,8 @@ def quantize(
     if x.shape[0] == 0 or x.shape[1] == 0:
         values = x.new_empty(x.shape[0], producer.width())
         return reference_buffers(values, Scheme.parse(scheme), scale, amax_in, rowwise, columnwise, x.dtype)
-    tensors: list[Any] = [x, *producer.tensors, tally.counter(x)]
+    counters = tally.counters.get(x.get_device())
+    tensors: list[Any] = [x, *producer.tensors, tally.counter(x) if counters is None else counters[tally.slot]]
     if plan.amax == "kernel":
         amax_out = zero_like(x)
         tensors += (scale, amax_out)

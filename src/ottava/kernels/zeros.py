@@ -22,7 +22,7 @@ def zero_like(x: Tensor) -> Tensor:
     tensor([0.], device='cuda:0')
     """
     # A graph has to fill anew whenever it is replayed, and a tensor that is made under inference_mode cannot be saved for a backward.
-    if not x.is_cuda or torch.cuda.is_current_stream_capturing() or torch.is_inference_mode_enabled():
+    if not x.is_cuda or torch_private.is_capturing() or torch.is_inference_mode_enabled():
         return x.new_zeros(1, dtype=torch.float32)
     device = x.get_device()
     key = (device, torch_private.current_stream(device))

@@ -9,6 +9,8 @@ import re
 from collections.abc import Mapping
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+CARDS = re.compile(r"[=^]{0,2}[A-Za-z0-9_.:@-]+(,[A-Za-z0-9_.:@-]+)*")
+"""As NCCL takes them: a list, perhaps with ^ (all but these) or = (exactly these) before it."""
 OWNED = {
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
     "PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT",
@@ -24,6 +26,11 @@ def variables(
     >>> variables("cpu", interface="eth0")["GLOO_SOCKET_IFNAME"]
     'eth0'
     """
+    for option, value in (("interface", interface), ("hca", hca)):
+        if value is not None and not CARDS.fullmatch(value):
+            raise ValueError(
+                f"--{option} {value!r}: write the name of a card, or of several, such as eth0 or mlx5_0,mlx5_1."
+            )
     found = {"OMP_NUM_THREADS": "1"}
     if device == "cuda":
         found |= {"NCCL_DEBUG": "WARN", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}

@@ -61,7 +61,10 @@ class Job:
         for nodes in {self.nodes, self.least}:
             for _, config in self.runs:
                 if reason := why_not(config, nodes * self.per_node):
-                    raise ValueError(f"{nodes} nodes x {self.per_node} ranks cannot run this configuration: {reason}")
+                    raise ValueError(
+                        f"{nodes} nodes x {self.per_node} ranks cannot run this configuration: {reason} Change --nodes or --per-node, "
+                        "or the configuration with --set."
+                    )
 
     @property
     def least(self) -> int:

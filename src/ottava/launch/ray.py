@@ -7,6 +7,7 @@ and every start goes on from the newest. Workers see the run's folder and the da
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from ottava.train.world import Place
 
 POINTER = "ottava-checkpoint.json"
+ADDRESS = re.compile(r"auto|local|(ray://)?[^\s/:]+:[0-9]{1,5}")
 _CONNECT = """
 import json, socket, sys, ray
 host, _, port = sys.argv[1].removeprefix("ray://").rpartition(":")
@@ -43,6 +45,13 @@ class Ray:
     """address: of the cluster: "auto" for the one that this machine belongs to, host:port, or "local" for one of its own."""
 
     address: str = "auto"
+
+    def __post_init__(self) -> None:
+        if not ADDRESS.fullmatch(self.address):
+            raise ValueError(
+                f"--address {self.address!r}: write host:port, such as head:6379; auto for the cluster that this machine belongs to; "
+                "local for one of its own."
+            )
 
     def files(self, job: Job) -> dict[str, str]:
         """ray_train.py is the driver: people who know Ray Train can change it."""
@@ -116,8 +125,8 @@ sys.exit(exit_code(trainer.fit()))
 # ------------------------------------------------------------------------------------------------------------- in a worker
 
 
-def train_loop_per_worker(options: dict[str, Any]) -> None:
-    """What a worker of Ray Train runs: one rank of `ottava train`.
+def train_loop_per_worker(options: dict[str, Any]) -> dict[str, Any]:
+    """What a worker of Ray Train runs: one rank of `ottava train`. Returns how it ended, for `exit_code`.
 
     options: "config", the text of a configuration; "report_every", steps between two reports.
 
@@ -133,14 +142,23 @@ def train_loop_per_worker(options: dict[str, Any]) -> None:
     if code and code not in policy.FINAL:
         raise RuntimeError(f"ottava train: exit code {code}. {text}")  # Ray starts all workers again
     reports.end(code, text)
+    return {"exit_code": code, "message": text}
 
 
 def exit_code(result: Any) -> int:
-    """Of the run, from what `TorchTrainer.fit` returns."""
-    metrics = result.metrics or {}
-    if metrics.get("message"):
-        print(f"ottava train: {metrics['message']}", file=sys.stderr)
-    return int(metrics.get("exit_code", exits.DONE))
+    """Of the run, from what `TorchTrainer.fit` returns: what rank 0 returned. `result.metrics` are those of the last report that had a
+    checkpoint with it, which the end of a run has not."""
+    ended = getattr(result, "return_value", None)
+    if not isinstance(ended, dict) or "exit_code" not in ended:
+        print(
+            f"ottava launch: Ray does not say how the run ended: its result has {ended!r}, and rank 0 returns an exit code. "
+            "Ray 2.60 passes it on; is this one older?",
+            file=sys.stderr,
+        )
+        return exits.FAILED
+    if ended.get("message"):
+        print(f"ottava train: {ended['message']}", file=sys.stderr)
+    return int(ended["exit_code"])
 
 
 class Reports:

@@ -49,6 +49,12 @@ class Slurm:
         """job.sbatch, and the configuration."""
         if job.time is not None and not TIME.fullmatch(job.time):
             raise ValueError(f"--time {job.time!r}: write it as Slurm does: 90 (minutes), 12:00:00 or 2-12:00:00.")
+        limit = seconds_of(job.time) if job.time is not None else 0
+        if limit and job.grace_s >= limit:  # ranks would save and be requeued before they have made a step
+            raise ValueError(
+                f"--grace {job.grace_s} is all of --time {job.time} ({limit} s): ranks would be told to save as soon as they start, again "
+                "and again. Take a longer --time, or a shorter --grace."
+            )
         if self.concurrent is not None and not job.sweep:
             raise ValueError("--concurrent is for a --sweep.")
         if (
@@ -96,6 +102,22 @@ class Slurm:
         found += [f"--signal=USR1@{job.grace_s}", "--requeue", "--open-mode=append"]
         found.append(f"--output={job.config.run_folder}/logs/slurm-{'%A-%a' if job.sweep else '%j'}.out")
         return [*found, *self.options]
+
+
+def seconds_of(time: str) -> int:
+    """A time as Slurm writes it: minutes, minutes:seconds, hours:minutes:seconds, or days-hours and the rest. 0 is no limit.
+
+    >>> seconds_of("90"), seconds_of("1:30"), seconds_of("2-12")
+    (5400, 90, 216000)
+    """
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:
+        parts = [*parts, 0, 0][:3]
+    elif len(parts) == 1:
+        parts = [0, *parts, 0]
+    hours, minutes, seconds = [0, *parts][-3:]
+    return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
 
 
 def _header(job: Job) -> list[str]:

@@ -48,9 +48,9 @@ class Ssh:
             try:
                 call(["ssh", *OPTIONS.split(), host, sees], missing, seconds=300.0)
             except Refused as error:
-                silent.append(str(error))
+                silent.append(f"{host} is not ready. {str(error).rstrip('.')}.")
         if silent:
-            raise Refused("; ".join(silent) + " Nothing was started.")
+            raise Refused(" ".join(silent) + " Nothing was started.")
         return subprocess.call(["bash", str(folder / "ssh.sh")])
 
 

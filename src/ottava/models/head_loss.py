@@ -271,8 +271,11 @@ def _in_chunks(x: Tensor, weight: Tensor, targets: Tensor, plan: _Plan) -> tuple
         part = slice(first, first + chunk)
         logits = products.logits(x[part])
         losses[part] = _losses(logits, targets[part], plan)
-        if plan.wants_dx or plan.wants_dweight:
+        if not (plan.wants_dx or plan.wants_dweight):
+            del logits
+        else:
             products.take(logits[:, : weight.shape[0]])
+            del logits  # quantized products have bytes of their own
             if dx is not None:
                 dx[part] = products.dx()
             if dweight is not None:
@@ -280,7 +283,6 @@ def _in_chunks(x: Tensor, weight: Tensor, targets: Tensor, plan: _Plan) -> tuple
             elif plan.wants_dweight:
                 dweight = products.dweight(torch.promote_types(plan.dtype, wide) if several else plan.dtype)
             products.release()
-        del logits
     if plan.wants_dweight and dweight is None:  # no tokens
         dweight = torch.zeros_like(weight, dtype=plan.dtype)
     return losses, dx, dweight

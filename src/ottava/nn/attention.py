@@ -14,13 +14,17 @@ from torch.utils.checkpoint import checkpoint
 from ottava.kernels import attention_backend as backends
 from ottava.kernels.attention import attention
 from ottava.kernels.attention_documents import document_attention
+from ottava.kernels.attention_fp8 import fp8_attention
 from ottava.kernels.attention_packed import packed_attention
+from ottava.nn import attention_fp8 as fp8
 from ottava.nn import attention_mask as masks
 from ottava.nn.attention_documents import PackedDocuments
 from ottava.nn.base import default_device
+from ottava.nn.follows_autocast import FollowsAutocast
 from ottava.nn.random_replay import own_stream, replayed
 from ottava.nn.strategy import Layout, backend, local
 from ottava.notices import warn_once
+from ottava.quant.quantization import AttentionScales
 
 FORMATS = ("sbhd", "bshd", "thd")
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
@@ -46,7 +50,7 @@ _NOT_OFFERED: dict[str, Any] = {
 }
 
 
-class DotProductAttention(torch.nn.Module):
+class DotProductAttention(FollowsAutocast, torch.nn.Module):
     """Multi-head attention without its projections.
 
     Arguments:
@@ -61,6 +65,7 @@ class DotProductAttention(torch.nn.Module):
         softmax_scale: 1 / sqrt(channels of a key) if not given.
         softmax_type: "vanilla"; "off-by-one" adds 1 to the sum; "learnable" adds exp(softmax_offset), a parameter a head.
 
+    Inside `autocast` with a recipe that has `fp8_dpa=True` forward runs in FP8, where nothing is in its way; else a warning says what is.
     Not offered: context parallelism (cp_group) and return_max_logit; asking for them is an error.
 
     Example:
@@ -131,6 +136,7 @@ class DotProductAttention(torch.nn.Module):
         self.softmax_scale = 1.0 / math.sqrt(key_channels) if softmax_scale is None else softmax_scale
         self.softmax_type = masks.one_of("softmax_type", softmax_type, SOFTMAX_TYPES)
         self.name = name
+        self._last_context = {}
         # "off-by-one" is a sink with logit 0: a constant, so it is not part of the state dict.
         offset = None
         if softmax_type != "vanilla":
@@ -141,6 +147,9 @@ class DotProductAttention(torch.nn.Module):
         else:
             self.register_buffer("softmax_offset", offset, persistent=False)
         self.set_device_mesh(tp_mesh, weight_mesh)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_last_context": {}}  # which may hold a process group
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Checks the size: each rank attends with heads of its own, so nothing is communicated."""
@@ -238,13 +247,28 @@ class DotProductAttention(torch.nn.Module):
         bottom_right = masks.is_bottom_right(mask_type, corner)
         self._check_heads_of(query_layer, key_layer, value_layer, layout)
         q, k, v = query_layer, key_layer, value_layer
+        scales = fp8.asked_for(self)  # None from where FP8 is decided against
+        special = self._special(core_attention_bias_type, window) if scales is not None else None
         # What kernels for packed sequences do not do: they know one mask, and neither dropout nor what is added to scores.
         plain = core_attention_bias_type == "no_bias" and self.softmax_type == "vanilla" and window in _WHOLE
         plain = plain and q.is_cuda and not (self.training and self.attention_dropout > 0.0)
         if isinstance(attention_mask, PackedDocuments):
             self._check_documents(attention_mask, mask_type, layout, q, k)
+            if scales is not None:
+                out = self._documents_fp8(scales, q, k, v, attention_mask, layout, special, checkpoint_core_attention)
+                if out is not None:
+                    return out
+                scales = None
             if plain and backends.varlen_fits(q, k, v):
                 return self._attend_documents(q, k, v, attention_mask, layout, checkpoint_core_attention)
+        if layout == "thd" and scales is not None and "padding" in mask_type and attention_mask is None:
+            special = special or self._special_packing(
+                mask_type, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, pad_between_seqs
+            )
+            out = self._packed_fp8(scales, q, k, v, cu_seqlens_q, max_seqlen_q, special, checkpoint_core_attention)
+            if out is not None:
+                return out
+            scales = None
         packs = cu_seqlens_q_padded is None and cu_seqlens_kv_padded is None and not pad_between_seqs
         level = bottom_right or cu_seqlens_q is cu_seqlens_kv or "causal" not in mask_type  # which corner: the same
         if layout == "thd" and plain and packs and level and attention_mask is None and "padding" in mask_type:
@@ -279,6 +303,13 @@ class DotProductAttention(torch.nn.Module):
             causal, allowed = masks.build(window, bottom_right, queries, keys, valid, arbitrary, q.device)
         kind = core_attention_bias_type
         bias = self._bias(kind, core_attention_bias, alibi_slopes, queries, keys, bottom_right, valid, q)
+        if scales is not None:
+            if allowed is not None or valid is not None:
+                special = special or f"there is a mask of the type {mask_type!r}"
+            options: dict[str, Any] = {"causal": causal, "batch_first": batch_first, "scale": self.softmax_scale}
+            special = special or fp8.unfit(q, k, v, kind="dense", queries=queries, **options)
+            if fp8.runs(special):
+                return self._attend_fp8(scales, q, k, v, None, options, checkpoint_core_attention).flatten(-2)
         out = self._attend(q, k, v, causal, batch_first, allowed, bias, checkpoint_core_attention)
         if unpack is not None:
             out = unpack.gather(out, query_layer.shape[0])
@@ -296,6 +327,74 @@ class DotProductAttention(torch.nn.Module):
             )
         seq_dim, batch_dim = (1, 0) if layout == "bshd" else (0, 1)
         documents.check(q.shape[batch_dim], q.shape[seq_dim], k.shape[seq_dim])
+
+    def _special(self, bias_type: str, window: tuple[int, int]) -> str | None:
+        """What FP8 attention does not do, if it is asked for."""
+        if self.training and self.attention_dropout > 0.0:
+            return f"attention_dropout is {self.attention_dropout}"
+        if bias_type != "no_bias":
+            return f"core_attention_bias_type is {bias_type!r}"
+        if self.softmax_type != "vanilla":
+            return f"softmax_type is {self.softmax_type!r}"
+        return None if window in _WHOLE else f"there is a window of {tuple(window)}"
+
+    def _special_packing(
+        self, mask_type: str, cu_q: Tensor | None, cu_kv: Tensor | None, *padding: Tensor | bool | None
+    ) -> str | None:
+        """The same for "thd": it does causal attention of sequences to themselves, end to end."""
+        if any(x is not None and x is not False for x in padding):
+            return "there is padding between packed sequences"
+        if "causal" not in mask_type:
+            return f"packed sequences have the mask type {mask_type!r}, and it knows causal ones"
+        return None if cu_q is cu_kv else "cu_seqlens_q and cu_seqlens_kv are two tensors: pass one for both"
+
+    def _attend_fp8(
+        self,
+        scales: AttentionScales,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bounds: tuple[Tensor, Tensor] | None,
+        options: dict[str, Any],
+        recompute: bool,
+    ) -> Tensor:
+        def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return fp8_attention(q, k, v, bounds=bounds, **options, **scales._asdict())
+
+        if q.is_cuda and not torch.compiler.is_compiling():
+            backends.say_once(
+                f"ottava: attention with heads of {q.shape[-1]} channels runs in FP8, its backward in {q.dtype}."
+            )
+        return _perhaps_again(core, recompute, q, k, v)
+
+    def _documents_fp8(
+        self, scales: AttentionScales, q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments, layout: str,
+        special: str | None, recompute: bool,
+    ) -> Tensor | None:  # fmt: skip
+        """Packed documents in FP8, [s, b, h * d] or [b, s, h * d]; None where it does not run."""
+        options: dict[str, Any] = {"causal": True, "batch_first": layout == "bshd", "scale": self.softmax_scale}
+        special = special or fp8.unfit(q, k, v, kind="packed", queries=documents.length, **options)
+        if not fp8.runs(special):
+            return None
+        return self._attend_fp8(scales, q, k, v, documents.bounds(), options, recompute).flatten(-2)
+
+    def _packed_fp8(
+        self, scales: AttentionScales, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | None, longest: int | None,
+        special: str | None, recompute: bool,
+    ) -> Tensor | None:  # fmt: skip
+        """ "thd" in FP8, [t, h * d]; None where it does not run. Tokens after the last sequence give 0."""
+        options: dict[str, Any] = {"causal": True, "batch_first": True, "scale": self.softmax_scale}
+        special = special or fp8.unfit(q, k, v, kind="packed", queries=q.shape[0], **options)
+        if not fp8.runs(special):
+            return None
+        masks.packed(offsets, None, q.shape[0] if longest is None else longest, q.shape[0], "q")  # names wrong ones
+        assert offsets is not None
+        real = masks.before(offsets[-1], q)
+        # What lies after the last sequence may be anything, and would decide on the scales.
+        q, k, v = (torch.where(real, x, x.new_zeros(()))[None] for x in (q, k, v))
+        bounds = masks.bounds_of(offsets, q.shape[1])
+        out = self._attend_fp8(scales, q, k, v, bounds, options, recompute)[0]
+        return torch.where(real, out, out.new_zeros(())).flatten(-2)
 
     def _attend_documents(
         self, q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments, layout: str, recompute: bool

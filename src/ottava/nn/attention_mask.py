@@ -220,6 +220,18 @@ def before(end: Tensor, tokens: Tensor) -> Tensor:
     return (torch.arange(tokens.shape[0], device=tokens.device) < end)[:, None, None]
 
 
+def bounds_of(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """int32 [1, tokens] each: where each token's sequence begins, and where the next one does. What comes after the last is one, too.
+
+    >>> [x.tolist() for x in bounds_of(torch.tensor([0, 2, 3]), 4)]
+    [[[0, 0, 2, 3]], [[2, 2, 3, 4]]]
+    """
+    offsets = torch.cat([cu_seqlens, cu_seqlens.new_full((1,), tokens)])
+    index = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    sequence = torch.searchsorted(cu_seqlens, index, right=True)  # 1 for the first
+    return offsets[sequence - 1].to(torch.int32)[None], offsets[sequence].to(torch.int32)[None]
+
+
 def packed(
     cu_seqlens: Tensor | None, cu_seqlens_padded: Tensor | None, longest: int | None, tokens: int, side: str
 ) -> Packed:

@@ -17,6 +17,7 @@ from ottava.nn import weights
 from ottava.nn.columnwise import columnwise_later
 from ottava.nn.construction import ORDER
 from ottava.nn.direct import direct
+from ottava.nn.follows_autocast import FollowsAutocast
 from ottava.nn.initialize import materialize_
 from ottava.nn.parallel_module import ParallelModule
 from ottava.nn.stage import Chain, DelayedTensors, Stage, StageTensors, Texts, count_into
@@ -77,6 +78,7 @@ def quantized_stage(stage: Stage, quantization: Quantization, gated_backward: bo
         return_norm=stage.return_norm,
         output_parts=stage.output_parts,
         gather_norm=stage.gather_norm,
+        two_copies=quantization.weight.two_copies,
         texts=None if torch.compiler.is_compiling() else _texts(quantization, gated_backward),
         strategy=stage.strategy,
     )
@@ -96,7 +98,7 @@ class _KeptChain(NamedTuple):
     chain: Chain
 
 
-class QuantizedModule(weights.WeightModule, ParallelModule):
+class QuantizedModule(FollowsAutocast, weights.WeightModule, ParallelModule):
     """Base of the modules that multiply by weights: `Linear`, `LayerNormLinear`, `LayerNormMLP`, `GroupedLinear`."""
 
     _gated_stages: tuple[bool, ...] = (False,)
@@ -109,8 +111,6 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
     """See `Chain.tally`."""
     handed: dict[str, Any] | None = None
     """What a compiled forward takes instead of its weights: [Note: handed weights] in `traced_weights.py`."""
-    plain = False
-    """Whether the module multiplies unquantized, also inside of `autocast`. See `leave_unquantized`."""
 
     def __init__(self, stages: int, device: torch.device, params_dtype: torch.dtype | None, name: str | None) -> None:
         super().__init__(stages)
@@ -123,8 +123,7 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
         self.delayed = DelayedState(stages, device=device)
         self._weight_cache: dict[int, QuantizedTensor] = {}
         self._remember_init()
-        # With gradients and without: an evaluation between a forward and its recomputation must not change the latter.
-        self._last_context: dict[bool, tuple[Recipe | None, bool, Any]] = {}
+        self._last_context = {}
         self._last_chain: _KeptChain | None = None
         self.wgrad_accumulation = False
 
@@ -152,7 +151,7 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
         if len(names) == 1:
             one = self._parameters.get(names[0])  # past `__getattr__`, which is Python
             return one if type(one) is nn.Parameter else local(getattr(self, names[0]))
-        traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        traced = torch.compiler.is_compiling() or torch_private.is_tracing()
         if not traced:
             plain = [self._parameters.get(name) for name in names]
             if all(map(_is_plain, plain)):
@@ -230,7 +229,11 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
         stages: makes the module's stages, for which `key` has everything that they are made from.
         """
         compiling = torch.compiler.is_compiling()
-        recipe, calibrating, group = self._context(compiling)
+        if compiling or self.plain or CURRENT.depth == 0:
+            recipe, calibrating, group = self._context(compiling)
+        else:  # the usual case of `_context`
+            recipe, calibrating, group = now = (CURRENT.recipe, CURRENT.calibrating, CURRENT.group)
+            self._last_context[torch.is_grad_enabled()] = now
         # Building the chain takes longer than launching a kernel: keep the last one. Recipes are frozen: the same object is the same.
         last = None if compiling else self._last_chain
         if last is not None and last.recipe is recipe:
@@ -246,24 +249,8 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
         else:
             chain = last.chain
         if record and not (compiling and self.handed is not None):  # whoever handed the weights has marked it
-            state.mark_for_update(recipe, group)
+            state.mark_for_update(recipe, group, compiling)
         return chain, scale
-
-    def _context(self, compiling: bool) -> tuple[Recipe | None, bool, Any]:
-        """(recipe, calibrating, group) of the `autocast` in force.
-
-        torch.utils.checkpoint recomputes in backward, when the `with` block is long over: what the last forward used holds then.
-        """
-        if self.plain:
-            return None, False, None
-        now = (CURRENT.recipe, CURRENT.calibrating, CURRENT.group)
-        if compiling:
-            return now
-        if CURRENT.depth == 0 and torch_private.inside_backward():
-            # A reentrant checkpoint ran its first pass without gradients.
-            return self._last_context.get(not torch_private.in_reentrant_checkpoint(), now)
-        self._last_context[torch.is_grad_enabled()] = now
-        return now
 
     def _resolve(self, stages: list[Stage], recipe: Recipe | None, calibrating: bool, record: bool) -> Chain:
         if not torch.compiler.is_compiling():
@@ -347,24 +334,23 @@ class QuantizedModule(weights.WeightModule, ParallelModule):
         later = (
             wanted and is_first_microbatch is None and bool(self.gathered_by_fsdp) and self.freed_after_forward(weight)
         )
-        columnwise = wanted and not later and stage.weight.two_copies
+        columnwise = wanted and not later and stage.two_copies
         ops = torch.ops.ottava if stage.texts is None else plain_functions(weight)
-        count_into(chain, index, 1)
-        q = Buffers(*ops.quantize(weight.detach(), scheme, weight_scale, amax, True, columnwise))
+        if chain.tally:
+            count_into(chain, index, 1)
+        made = ops.quantize(weight.detach(), scheme, weight_scale, amax, True, columnwise)
+        row, row_scale, column, column_scale, row_amax, column_amax = made
         if stage.delayed and chain.record:
-            ops.record_amax_(self.delayed.fwd_amax_history, q.rowwise_amax, 3 * index + 1, 0)
+            history = self._modules["delayed"]._buffers["fwd_amax_history"]  # type: ignore[union-attr]  # past `__getattr__`
+            ops.record_amax_(history, row_amax, 3 * index + 1, 0)
         if is_first_microbatch:
             self._weight_cache[index] = QuantizedTensor.from_buffers(
-                q, stage.weight, weight.shape, weight.dtype, True, columnwise
+                Buffers(*made), stage.weight, weight.shape, weight.dtype, True, columnwise
             )
-        row = (q.rowwise_data, q.rowwise_scale_inv, q.rowwise_amax)
         if later:
-            return *row, *columnwise_later(weight, scheme, weight_scale, amax)
-        return (
-            (*row, q.columnwise_data, q.columnwise_scale_inv, q.columnwise_amax)
-            if columnwise
-            else (*row, None, None, None)
-        )
+            return row, row_scale, row_amax, *columnwise_later(weight, scheme, weight_scale, amax)
+        columns = (column, column_scale, column_amax) if columnwise else (None, None, None)
+        return row, row_scale, row_amax, *columns
 
     def _check_same_scheme(self, stored: QuantizedTensor, wanted: Scheme) -> None:
         if not stored.scheme.same_layout(wanted):
@@ -421,9 +407,9 @@ def leave_unquantized(module: nn.Module) -> nn.Module:
         ...     ottava.leave_unquantized(layer)
     """
     for child in module.modules():
-        if not isinstance(child, QuantizedModule):
+        if not isinstance(child, FollowsAutocast):
             continue
-        if child.stored_weights():
+        if isinstance(child, QuantizedModule) and child.stored_weights():
             raise ValueError(
                 f"{child.describe('weight')} is stored in FP8: build what shall stay unquantized outside of quantized_model_init."
             )
@@ -463,9 +449,9 @@ def _adjacent(tensors: list[Tensor]) -> bool:
     """Whether the tensors lie behind one another in one storage."""
     if type(tensors[0]) is not nn.Parameter:
         tensors = [_plain_rows(tensor) for tensor in tensors]
+        if torch_private.is_fake(tensors[0]):
+            return False
     first = tensors[0]
-    if torch_private.is_fake(first):
-        return False
     storage, offset = first.untyped_storage().data_ptr(), first.storage_offset()
     for tensor in tensors:
         if (

@@ -261,7 +261,7 @@ def _dgrad_operand(stage: Stage, s: Saved, dtype: torch.dtype) -> Operand:
     if _quantizes_gradient(stage):
         held = Operand(s.weight_data, s.weight_scale_inv, s.weight_amax, stage.weight)
         assert stage.weight is not None
-        return held if stage.weight.two_copies or isinstance(s.weight_data, LaterTensor) else transposed(held)
+        return held if stage.two_copies or isinstance(s.weight_data, LaterTensor) else transposed(held)
     if stage.backward == "dequantized" and stage.weight is not None:
         weight = ops.dequantize(s.weight_data, s.weight_scale_inv, s.weight_amax, str(stage.weight), dtype)
     elif isinstance(s.weight_data, QuantizedTensor):
@@ -400,8 +400,6 @@ class _ChainFunction(torch.autograd.Function):
         ctx: Any, chain: Chain, accumulators: Any, splits: tuple[int, ...] | None, keep: bool, residual: Tensor | None, h: Tensor,
         *flat: Any,
     ) -> Any:  # fmt: skip
-        if chain.direct and products.watcher is None:
-            return direct.forward(ctx, chain, accumulators, keep, residual, h, flat)
         count, groups = len(chain.stages), chain.groups
         tensors, state = unpack(StageTensors, flat, count), DelayedTensors(*flat[-len(DelayedTensors._fields) :])
         saved: list[Saved] = []
@@ -501,6 +499,12 @@ class _ChainFunction(torch.autograd.Function):
         return None, None, None, None, dx if ctx.adds else None, dx, *pack(found), *DelayedTensors()
 
 
+class _DirectChainFunction(_ChainFunction):
+    """A direct chain that nobody watches. Somebody may, by its backward: that is the same one."""
+
+    forward = staticmethod(direct.forward)  # type: ignore[assignment]
+
+
 def _products_backward(
     stage: Stage,
     saved: list[Saved],
@@ -597,7 +601,10 @@ def run_chain(
     keep = torch.is_grad_enabled() and (
         x.requires_grad or (residual is not None and residual.requires_grad) or any(map(_trains, stages))
     )
-    apply = _ChainFunction.apply if not chain.direct or torch_private.transforms_active() else _BARE_APPLY
+    if not chain.direct or products.watcher is not None:
+        apply = _ChainFunction.apply
+    else:
+        apply = _DirectChainFunction.apply if torch_private.transforms_active() else _BARE_APPLY
     flat = stages[0] if len(stages) == 1 else pack(stages)
     device = x.device.type
     if not torch.is_autocast_enabled(device) or torch.compiler.is_compiling():
@@ -610,7 +617,7 @@ def run_chain(
 
 
 _NO_STATE = DelayedTensors()
-_BARE_APPLY = torch_private.bare_apply(_ChainFunction)
+_BARE_APPLY = torch_private.bare_apply(_DirectChainFunction)
 
 
 def _trains(t: StageTensors) -> bool:

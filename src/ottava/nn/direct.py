@@ -20,7 +20,6 @@ from ottava.nn import gradient_amax
 from ottava.nn.operand import Operand
 from ottava.nn.stage import Chain, DelayedTensors, Saved, Stage, StageTensors, count_into, grad_column, input_column
 from ottava.nn.strategy import ALONE
-from ottava.quant.weight import gradient_dtype
 
 WIDTH, KEPT, STATE = (len(kind._fields) for kind in (StageTensors, Saved, DelayedTensors))
 FIRST = 6  # arguments of the autograd Function before the stages' tensors; the last two of these are the residual and the chain's input
@@ -39,9 +38,9 @@ def direct(stages: tuple[Stage, ...], groups: int) -> bool:
 
 
 def forward(
-    ctx: Any, chain: Chain, accumulators: Any, keep: bool, residual: Tensor | None, h: Tensor, flat: tuple[Any, ...]
+    ctx: Any, chain: Chain, accumulators: Any, splits: None, keep: bool, residual: Tensor | None, h: Tensor, *flat: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `core._ChainFunction.forward`."""
+    """See `core._ChainFunction.forward`. splits: a direct chain has one group."""
     fwd_scale, fwd_history, bwd_scale, bwd_history = flat[-STATE:]
     ops = plain_functions(h)
     saved: list[Any] = []
@@ -51,7 +50,7 @@ def forward(
     for number, stage in enumerate(chain.stages):
         gamma, beta, weight, bias, *copies = flat[WIDTH * number : WIDTH * (number + 1)]
         row, row_scale, row_amax = copies[:3]
-        dtypes.append(gradient_dtype(weight))
+        dtypes.append((weight.grad_dtype if weight.is_leaf else None) or weight.dtype)  # `gradient_dtype`
         if stage.texts is None:
             h, kept = _unquantized(ops, stage, h, added, gamma, beta, weight, bias)
             saved += kept
@@ -62,7 +61,7 @@ def forward(
         scale = mean = rstd = None
         place = 0
         if stage.delayed:
-            place = input_column(number)
+            place = input_column(number) if number else 0
             scale = fwd_scale[place : place + 1]
         if slots:
             tally.slot = slots + 3 * number
@@ -129,7 +128,8 @@ def _multiplier(ops: Any, name: str, weight: Tensor) -> Any:
 def backward(
     ctx: Any, dy: Tensor, dtotal: Tensor | None, dgrad_operand: Callable[[Stage, Saved, torch.dtype], Operand]
 ) -> tuple[Any, ...]:
-    """See `core._ChainFunction.backward`. dtotal: the gradient of x + residual. dgrad_operand: what gives the weight's side of dgrad."""
+    """See `core._ChainFunction.backward`. dtotal: the gradient of x + residual. dgrad_operand: what gives the weight's side of dgrad
+    where that is neither saved nor a transpose of what is."""
     chain, needs, kept = ctx.chain, ctx.needs_input_grad, ctx.saved_tensors
     ops = plain_functions(dy)
     found: list[Any] = [None] * (WIDTH * len(chain.stages))
@@ -138,20 +138,25 @@ def backward(
     column_sum = dx = None
     for number in range(len(chain.stages) - 1, -1, -1):
         stage, at = chain.stages[number], WIDTH * number
-        saved = Saved._make(kept[KEPT * number : KEPT * (number + 1)])
+        saved = Saved(*kept[KEPT * number : KEPT * (number + 1)])
         if quantized is None and stage.texts is not None:
-            count_into(chain, number, 2)
+            if chain.tally:
+                count_into(chain, number, 2)
             scale = _scale(ctx, number)
             amax = gradient_amax.find(value) if scale is None and stage.grad.per_tensor else None  # type: ignore[union-attr]
             quantized = ops.quantize(value, stage.texts.grad, scale, amax, True, True)
         if stage.delayed:
-            ops.record_amax_(ctx.bwd_history, quantized[4], grad_column(number), chain.owner)
+            ops.record_amax_(ctx.bwd_history, quantized[4], grad_column(number) if number else 0, chain.owner)
         wanted = needs[FIRST + at : FIRST + at + WIDTH]
         if wanted[BIAS]:
             found[at + BIAS] = ops.column_sum(value) if column_sum is None else column_sum
         dx = None
         if number > 0 or needs[FIRST - 1] or needs[FIRST - 2] or wanted[GAMMA] or wanted[BETA]:
-            dx = _dgrad(ops, stage, value, quantized, dgrad_operand(stage, saved, dy.dtype), dy.dtype)
+            if stage.texts is None or type(saved.weight_data) is not Tensor:
+                weight: Any = dgrad_operand(stage, saved, dy.dtype)[:3]
+            else:
+                weight = _columnwise_weight(ops, stage, saved)
+            dx = _dgrad(ops, stage, value, quantized, weight, dy.dtype)
         if wanted[WEIGHT]:
             add = None if ctx.accumulators is None else ctx.accumulators[number]
             dweight = _wgrad(
@@ -168,7 +173,8 @@ def backward(
         elif stage.activation is not None:
             before, needs_bias = chain.stages[number - 1], bool(needs[FIRST + at - WIDTH + BIAS])
             scale = _scale(ctx, number - 1)
-            count_into(chain, number - 1, 2)
+            if chain.tally:
+                count_into(chain, number - 1, 2)
             *quantized, sums = ops.activation_backward_quantize(
                 dx, saved.h, stage.activation, before.texts.fused_grad, scale, None, True, True, needs_bias
             )
@@ -176,13 +182,25 @@ def backward(
     return *(None,) * (FIRST - 2), None if dtotal is None else dx, dx, *found, *(None,) * STATE
 
 
-def _dgrad(ops: Any, stage: Stage, dy: Any, quantized: Any, weight: Operand, dtype: torch.dtype) -> Tensor:
+def _columnwise_weight(ops: Any, stage: Stage, saved: Saved) -> tuple[Any, Any, Any]:
+    """(data, scale_inv, amax) of the weight's side of dgrad: saved, or the transpose of the one copy that there is (`transposed`)."""
+    data, scale = saved.weight_data, saved.weight_scale_inv
+    if not stage.two_copies:
+        data = ops.transpose(data, stage.texts.weight)  # type: ignore[union-attr]
+        scale = scale.t().contiguous() if scale is not None and scale.dim() == 2 else scale
+    return data, scale, saved.weight_amax
+
+
+def _dgrad(
+    ops: Any, stage: Stage, dy: Any, quantized: Any, weight: tuple[Tensor, Any, Any], dtype: torch.dtype
+) -> Tensor:
     """The gradient of the stage's operand [M, K]. dy: that of its output, `quantized` if the stage is."""
+    data, scale_inv, weight_amax = weight
     if stage.texts is None:
-        return _multiplier(ops, "mm", weight.data)(dy, weight.data, None, dtype, stage.output_parts)
+        return _multiplier(ops, "mm", data)(dy, data, None, dtype, stage.output_parts)
     row, row_scale, _, _, amax, _ = quantized
-    return _multiplier(ops, "scaled_mm", weight.data)(
-        row, row_scale, amax, weight.data, weight.scale_inv, weight.amax, stage.texts.grad, stage.texts.weight, None, dtype,
+    return _multiplier(ops, "scaled_mm", data)(
+        row, row_scale, amax, data, scale_inv, weight_amax, stage.texts.grad, stage.texts.weight, None, dtype,
         stage.split_dgrad, stage.output_parts,
     )  # fmt: skip
 
@@ -202,7 +220,7 @@ def _scale(ctx: Any, number: int) -> Tensor | None:
     """Of the gradient of the output of stage `number`; None if nothing is given."""
     if not ctx.chain.stages[number].delayed:
         return None
-    first = grad_column(number)
+    first = grad_column(number) if number else 0
     return ctx.bwd_scale[first : first + 1]
 
 

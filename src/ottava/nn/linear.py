@@ -122,7 +122,7 @@ class Linear(QuantizedModule):
             )
         weight = self.joined(self.weight_names)
         x = self.check_input(inp, self.in_features, weight)
-        strategy = self.strategy()
+        strategy = self._strategies[0] if self.parallel.size == 1 else self.strategy()
         bias = self.joined(self.bias_names) if self.use_bias else None
         if bias is not None and strategy is not ALONE:
             bias = strategy.output_parameter(bias)
@@ -140,7 +140,8 @@ class Linear(QuantizedModule):
         y = run_chain(
             chain, rows, [tensors], None if scale is None else self.state(scale), (accumulate,) if accumulate else None
         )
-        y = y.reshape(self.output_shape(x.shape, self.out_features))
+        alone = strategy is ALONE
+        y = y.reshape((*x.shape[:-1], self.out_features) if alone else self.output_shape(x.shape, self.out_features))
         return (y, bias) if self.return_bias else y
 
     def extra_repr(self) -> str:

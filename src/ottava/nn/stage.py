@@ -57,6 +57,8 @@ class Stage:
     """Equal matrices that lie side by side in the output, as gate and up do: for the order of dgrad's sum on a CPU."""
     gather_norm: bool = False
     """Return the norm's output of all ranks' tokens."""
+    two_copies: bool = False
+    """Whether rowwise and columnwise bytes of the weight differ (`Scheme.two_copies`)."""
     texts: Texts | None = None
     """None where the stage is not quantized, and while a compiler traces."""
     strategy: Strategy = field(kw_only=True)

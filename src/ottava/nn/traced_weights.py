@@ -61,7 +61,7 @@ def _before(layer: nn.Module, args: Any) -> None:
     for module in _quantized(layer):
         module.handed = None if recipe is None or module.plain else _found(module)
         if delayed and module.handed is not None:
-            module.delayed.mark_for_update(recipe, CURRENT.group)  # type: ignore[arg-type]
+            module.delayed.mark_for_update(recipe, CURRENT.group, compiling=False)  # type: ignore[arg-type]
 
 
 @torch.compiler.disable

@@ -42,13 +42,13 @@ class GpuKind:
     copy_tb_s: float
     """Bytes that a copy reads and writes, in 1e12 a second."""
     elementwise_share: float
-    """Of the copy's rate, what casts, norms, activations and rotations reach on average."""
+    """Of the copy's rate, what norms, activations, rotations and casts with one scale a tensor reach on average."""
     gemm_tflops: dict[str, float]
     """Of large products, by kind (`RATE_OF_RECIPE`). A kind that is missing would be emulated."""
     attention_tflops: dict[str, dict[str, float]]
     """By channels of a head: forward and backward, causal, counting the half that is computed; the same within packed documents."""
     host_ms_per_layer: float
-    """What Python needs for a layer, forward and backward: a floor under the GPU's time."""
+    """What Python needs for a quantized layer, forward and backward: a floor under the GPU's time."""
     nvlink_gb_s: float
     """What one GPU sends inside a node in a collective, in 1e9 bytes a second."""
     nvlink_latency_us: float

@@ -99,7 +99,7 @@ def footprint(config: Config, size: ModelSize, bytes_: ElementBytes, layout: Lay
     kept, one_layer, backward = _activations(
         size, bytes_, tokens, layout.tp, layout.sequence_parallel, layout.recompute, quantized
     )
-    loss_peak, loss_kept = _loss(size, tokens, layout, config.train.max_logits)
+    loss_peak, loss_kept = _loss(size, tokens, layout, config.train.max_logits, config.precision.fp8_head)
     gathered, reducing, at_the_end = _gathered(size, bytes_, layout, config.parallel.prefetch)
     gradients = held["gradients"]
     unreduced = 0.0
@@ -175,8 +175,11 @@ def _activations(
     return size.layers * each, whole, backward
 
 
-def _loss(size: ModelSize, tokens: int, layout: Layout, max_logits: int) -> tuple[float, float]:
-    """(at the loss, what stays of it until backward): the head's gradients are made in forward (models/head_loss.py)."""
+def _loss(size: ModelSize, tokens: int, layout: Layout, max_logits: int, quantized: bool) -> tuple[float, float]:
+    """(at the loss, what stays of it until backward): the head's gradients are made in forward (models/head_loss.py).
+
+    quantized: the gradient of a chunk's logits becomes bytes by rows and by columns, and then the weight's gradient of that chunk.
+    """
     rows = size.vocabulary / layout.tp
     logits = min(tokens * rows, float(max_logits))
     head = rows * size.hidden
@@ -185,8 +188,11 @@ def _loss(size: ModelSize, tokens: int, layout: Layout, max_logits: int) -> tupl
     exact = layout.states.weights == "float32" and layout.states.gradients == "float32" and not sharded
     gradient = head * (4.0 if several or exact else 2.0)
     weight = PLAIN * head if layout.states.weights == "float32" and not sharded else 0.0
+    working = PLAIN * logits
+    if quantized:
+        working, weight = max(2 * working, working + (4.0 * head if several else 0.0)), 2.0 * head
     dx = PLAIN * tokens * size.hidden
-    return PLAIN * logits + gradient + weight + dx, gradient + dx
+    return working + gradient + weight + dx, gradient + dx
 
 
 def _gathered(size: ModelSize, bytes_: ElementBytes, layout: Layout, prefetch: int) -> tuple[float, float, float]:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from ottava.plan.chart import advice
 from ottava.plan.cluster import Cluster
 from ottava.plan.devices import RATE_OF_RECIPE
 from ottava.plan.footprint import ElementBytes, Footprint, footprint
-from ottava.plan.layouts import CANNOT_COMPILE, NEEDS_ONE_RANK, TOO_FEW_SEQUENCES, Layout, layouts, tp_sizes
+from ottava.plan.layouts import CANNOT_COMPILE, NEEDS_ONE_RANK, Layout, layouts, tp_sizes
 from ottava.plan.model_size import ModelSize
 from ottava.plan.step_time import StepTime, step_time
 from ottava.train.config import Config
@@ -91,7 +92,7 @@ def plan_run(config: Config, cluster: Cluster, tokens: float | None = None, docu
     _check_recipe(config, cluster)
     if config.parallel.cpu_offload:
         raise ValueError("A plan does not know how fast host memory is: leave parallel.cpu_offload off.")
-    if document is not None and (document <= 0 or not config.data.document_mask):
+    if document is not None and not (0 < document < math.inf and config.data.document_mask):
         raise ValueError(
             f"A mean document of {document:g} tokens is for data.document_mask, which is {config.data.document_mask}, and above 0."
         )
@@ -143,9 +144,8 @@ def _check_recipe(config: Config, cluster: Cluster) -> None:
     if kind not in cluster.gpu.gemm_tflops:
         recipes = [name for name, rate in RATE_OF_RECIPE.items() if rate in cluster.gpu.gemm_tflops]
         raise ValueError(
-            f"precision.recipe {config.precision.recipe!r} has no rate for {cluster.gpu.name}: it multiplies "
-            f"{', '.join(recipes)}; others are emulated and slow. Choose one of these with --set precision.recipe=..., or give "
-            "measured rates with --table."
+            f"precision.recipe {config.precision.recipe!r} has no rate for {cluster.gpu.name}: it would be emulated and slow. Choose "
+            f"{' or '.join(f'--set precision.recipe={name}' for name in recipes)}, or give measured rates with --table."
         )
 
 
@@ -164,17 +164,17 @@ def _nothing(config: Config, size: ModelSize, cluster: Cluster, closest: float |
         if refused:
             return f"No layout of {cluster.gpus} GPUs is possible: {'; '.join(refused)}. Leave that off, or take another recipe."
         sequences, most = config.train.global_batch, tps[-1]
-        if dropped[TOO_FEW_SEQUENCES]:
-            needed = -(-cluster.gpus // most)
+        ranks = cluster.gpus // most  # the fewest; tps divide a node
+        step = math.lcm(ranks, config.train.micro_batch)
+        would_do = f"--set train.global_batch={-(-sequences // step) * step}"
+        if ranks > sequences:
             return (
                 f"train.global_batch ({sequences}) has fewer sequences than {cluster.gpus} GPUs need: with tensor parallelism of "
-                f"{most} they are {needed} data-parallel ranks. Take at most {sequences * most} GPUs, or "
-                f"--set train.global_batch={-(-needed // sequences) * sequences}."
+                f"{most} they are {ranks} data-parallel ranks. Take at most {sequences * most} GPUs, or {would_do}."
             )
         return (
             f"train.global_batch ({sequences}) cannot be divided over {cluster.gpus} GPUs: the data-parallel ranks (GPUs / tp, with tp "
-            f"one of {', '.join(map(str, tps))}) must divide it. Change --gpus, or "
-            "--set train.global_batch=..."
+            f"one of {', '.join(map(str, tps))}) must divide it. Change --gpus, or {would_do}."
         )
     short = (
         f"No layout of this run fits {cluster.gpus} x {cluster.gpu.name} ({cluster.gpu.memory_gib:.0f} GiB): the smallest needs "

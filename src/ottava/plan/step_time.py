@@ -31,6 +31,14 @@ FSDP_HOST_MS = 1.5
 """Of the host, a layer: gathers and reductions to be launched."""
 RECOMPUTED_HOST = 0.4
 """Of the host's time for a layer: its forward once more."""
+PLAIN_HOST = 0.62
+"""Of the host's time for a layer: where nothing is quantized."""
+CAST_SHARE = {"bf16": 1.0, "current": 1.0, "delayed": 0.87, "block": 0.54}
+"""Of `elementwise_share`, by kind: every block of 128 has a scale to find, and delayed scaling keeps its state."""
+WEIGHT_BYTES, ADDED_BYTES = 14.0, {"bf16": 40.0, "quantized": 25.0}
+"""An element of a weight, in a step's first micro-batch (its cast and its gradient), and in every later one (the sum of gradients too)."""
+FUSED_SHARE, TORCH_SHARE = 1.0, 0.76
+"""Of the copy's rate: FusedAdam, and torch's AdamW over many tensors."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +83,12 @@ def step_time(config: Config, size: ModelSize, bytes_: ElementBytes, cluster: Cl
         parts["products"] += count * layer.gemm * (1 + again[0])
         parts["attention"] += count * layer.attention * (1 + again[1])
         parts["elementwise"] += count * layer.elementwise * (1 + again[2])
-    parts["loss"] = _loss(gpu, kind if config.precision.fp8_head else "bf16", size, tokens, layout.tp)
+    head = kind if config.precision.fp8_head else "bf16"
+    parts["loss"] = _loss(gpu, head, size, tokens, layout.tp, config.train.max_logits)
     gap = GRAPH_GAP if config.train.cuda_graph else GAP
     busy = sum(parts.values()) * (1 + gap)
     host = 0.0 if config.train.cuda_graph else size.layers * gpu.host_ms_per_layer * 1e-3
+    host *= PLAIN_HOST if kind == "bf16" else 1.0
     if layout.recompute == "full":
         host *= 1 + RECOMPUTED_HOST
     if layout.strategy == "fsdp2" and layout.data_parallel > 1:
@@ -90,6 +100,7 @@ def step_time(config: Config, size: ModelSize, bytes_: ElementBytes, cluster: Cl
     hidden, shown, data_parallel = _data_parallel(size, bytes_, cluster, layout, forward, backward)
     floor = max(host - busy - tensor, 0.0)
     parts = {name: seconds * layout.accumulate for name, seconds in parts.items()}
+    parts["elementwise"] += _weights(gpu, kind, size, layout)
     parts["optimizer"] = _optimizer(gpu, size, layout)
     parts["host"] = layout.accumulate * (floor + gap / (1 + gap) * busy)
     parts["communication"] = layout.accumulate * tensor + shown + INTERFERENCE * hidden
@@ -114,7 +125,7 @@ def _layer(
     forward = pairs / (rates[f"{packed}forward"] * 1e12)
     backward = 2.5 * pairs / (rates[f"{packed}backward"] * 1e12)
     traffic_forward, traffic_backward = _traffic(size, kind, tokens, tp, spread)
-    rate = gpu.copy_tb_s * 1e12 * gpu.elementwise_share
+    rate = gpu.copy_tb_s * 1e12 * gpu.elementwise_share * CAST_SHARE.get(kind, CAST_SHARE["block"])
     elementwise = (traffic_forward + traffic_backward) / rate
     return _Layer(gemm, forward + backward, elementwise, gemm / 3 + forward + traffic_forward / rate)
 
@@ -139,13 +150,24 @@ def _traffic(size: ModelSize, kind: str, tokens: int, tp: int, spread: bool) -> 
     return tokens * forward, tokens * backward
 
 
-def _loss(gpu: GpuKind, kind: str, size: ModelSize, tokens: int, tp: int) -> float:
-    """The head's three products, and its logits read twice and written once."""
+def _weights(gpu: GpuKind, kind: str, size: ModelSize, layout: Layout) -> float:
+    """Casts of weights, and their gradients as they are written and added up, of all micro-batches."""
+    held = (size.layers * size.matrices + size.tables) / (layout.shard * layout.tp)
+    later = ADDED_BYTES["bf16" if kind == "bf16" else "quantized"]
+    return held * (WEIGHT_BYTES + later * (layout.accumulate - 1)) / (gpu.copy_tb_s * 1e12)
+
+
+def _loss(gpu: GpuKind, kind: str, size: ModelSize, tokens: int, tp: int, max_logits: int) -> float:
+    """The head's three products, and its logits read twice and written once. Quantized, they are read twice more and written as bytes,
+    row by row and column by column, and the weight's gradient of a chunk is added to that of the others."""
     rows, h = size.vocabulary // tp, size.hidden
     seconds = 0.0
     for m, n, k in ((tokens, rows, h), (tokens, h, rows), (rows, h, tokens)):
         seconds += 2.0 * m * n * k / (gpu.product_tflops(kind, m, n, k) * 1e12) + LAUNCH_S
     traffic = 3 * PLAIN * tokens * rows / gpu.elementwise_share + 3 * 4.0 * rows * h
+    if kind != "bf16":
+        chunks = -(-tokens * rows // max_logits)
+        traffic += (2 * PLAIN + 2.0) * tokens * rows / gpu.elementwise_share + (chunks - 1) * 4 * 4.0 * rows * h
     return seconds + traffic / (gpu.copy_tb_s * 1e12)
 
 
@@ -156,7 +178,8 @@ def _optimizer(gpu: GpuKind, size: ModelSize, layout: Layout) -> float:
     gradient = 2.0 if states.gradients == "bfloat16" or states.weights == "bfloat16" else 4.0
     moments = {"float32": 8.0, "bfloat16": 4.0, "float8": 2.1}[states.moments]
     each = 2 * gradient + 2 * 4.0 + 2 * moments + 1.0 + (4.0 if not states.fp8_weights else 0.0)
-    return held * each / (gpu.copy_tb_s * 1e12) / 0.85  # of a copy's rate, over many tensors
+    share = FUSED_SHARE if states.optimizer == "fused_adam" else TORCH_SHARE
+    return held * each / (gpu.copy_tb_s * 1e12) / share
 
 
 def _tensor_parallel(size: ModelSize, bytes_: ElementBytes, cluster: Cluster, layout: Layout, tokens: int) -> float:

@@ -55,9 +55,7 @@ class RecordedUpdate(NamedTuple):
 
     def serves(self, states: list[DelayedState]) -> bool:
         """Whether these are the states, with the recipes that were recorded."""
-        return len(states) == len(self.states) and all(
-            a is b and a.recipe is recipe for a, b, recipe in zip(states, self.states, self.recipes)
-        )
+        return states == self.states and [state.recipe for state in states] == self.recipes
 
 
 class ScalingView:
@@ -167,9 +165,14 @@ class DelayedState(nn.Module):
             return ScalingView(self.fwd_scale, self.fwd_amax_history[:window])
         return ScalingView(self.bwd_scale, self.bwd_amax_history[:window])
 
-    def mark_for_update(self, recipe: DelayedScaling, group: Any) -> None:
-        """Called by a forward that records: the state will be updated when the outermost `autocast` exits."""
-        self._fit(recipe.amax_history_len)
+    def mark_for_update(self, recipe: DelayedScaling, group: Any, compiling: bool) -> None:
+        """Called by a forward that records: the state will be updated when the outermost `autocast` exits.
+
+        compiling: a compiler traces now.
+        """
+        rows = self._buffers["fwd_amax_history"].shape[0]  # type: ignore[union-attr]
+        if self.recipe is not recipe or rows < recipe.amax_history_len:
+            self._fit(recipe.amax_history_len)
         # Only what changes: a module's `__setattr__` takes longer than a launch.
         if self.recipe is not recipe:
             self.recipe = recipe
@@ -177,9 +180,11 @@ class DelayedState(nn.Module):
             self.group = group
         if not self.used:
             self.used = True
-        if not self.recorded:
+        if not compiling:
+            self.__dict__["recorded"] = True  # changes in every forward; what compilers cannot trace
+        elif not self.recorded:
             self.recorded = True
-        if CURRENT.depth == 0 and not torch.compiler.is_compiling():  # a reentrant checkpoint: no `autocast` will exit
+        if CURRENT.depth == 0 and not compiling:  # a reentrant checkpoint: no `autocast` will exit
             torch_private.at_end_of_backward(lambda: update_forward([self]))
         else:
             CURRENT.touched.append(self)
@@ -232,24 +237,28 @@ def _next_id() -> int:
 def update_forward(states: list[DelayedState]) -> None:
     """Reduces what the forward pass recorded and computes the next scales."""
     for state in states:
-        state.recorded = False
+        state.__dict__["recorded"] = False  # past a module's `__setattr__`, which takes longer than a launch
     _update(_unique(states), forward=True)
 
 
 def schedule_backward_update(owner: int) -> None:
     """Queues the update of the state with this id at the end of the backward pass that runs now."""
     state = _BY_ID.get(owner)
-    if state is None:
-        return
+    if state is not None:
+        replayed_backward([state])
+
+
+def replayed_backward(states: list[DelayedState]) -> None:
+    """The backward pass that runs now has raised row 0 of these states: they are updated at its end, once."""
     if _COLLECTED:
-        _COLLECTED[-1].append(state)
+        _COLLECTED[-1].extend(states)
         return
     task = torch_private.backward_id()
     if task == -1:  # called outside of a backward pass, as by a test of the op alone
         return
     if task not in _PENDING:
         torch_private.at_end_of_backward(lambda: _update(_unique(_PENDING.pop(task, [])), forward=False))
-    _PENDING[task].append(state)
+    _PENDING[task].extend(states)
 
 
 _COLLECTED: list[list[DelayedState]] = []  # not of a thread: CUDA's backward passes run in threads of autograd
@@ -277,12 +286,13 @@ def collecting_backward() -> Iterator[list[DelayedState]]:
 
 def replayed_forward(states: list[DelayedState]) -> None:
     """A replay has raised row 0 of these states: they are updated as after a forward, once, when the outermost `autocast` exits."""
-    if not states:
-        return
-    with autocast(recipe=states[0].recipe, amax_reduction_group=states[0].group):
-        for state in states:
-            assert state.recipe is not None
-            state.mark_for_update(state.recipe, state.group)
+    for state in states:
+        flags = state.__dict__  # past a module's `__setattr__`, which takes longer than a launch
+        flags["used"] = flags["recorded"] = True
+    CURRENT.touched.extend(states)
+    if CURRENT.depth == 0:
+        with autocast(recipe=states[0].recipe, amax_reduction_group=states[0].group):
+            pass  # the outermost one
 
 
 def _unique(states: list[DelayedState]) -> list[DelayedState]:
@@ -290,7 +300,10 @@ def _unique(states: list[DelayedState]) -> list[DelayedState]:
 
 
 def _update(states: list[DelayedState], forward: bool) -> None:
-    with torch.no_grad():
+    if torch.is_grad_enabled():  # not in a backward pass
+        with torch.no_grad():
+            _update(states, forward)
+    else:
         _reduce_amax([s for s in states if s.recipe is not None and s.recipe.reduce_amax], forward)
         at = 0
         while at < len(states):
@@ -362,9 +375,13 @@ def _groups_of(state: DelayedState) -> tuple[Any, ...]:
 def _step(state: DelayedState, forward: bool) -> None:
     recipe = state.recipe
     assert recipe is not None
-    scale, history = (state.fwd_scale, state.fwd_amax_history) if forward else (state.bwd_scale, state.bwd_amax_history)
+    live: Any = state._buffers  # past `__getattr__`, which is Python
+    scale, history = (
+        live["fwd_scale" if forward else "bwd_scale"],
+        live["fwd_amax_history" if forward else "bwd_amax_history"],
+    )
     fp8_max = recipe.fp8_format.value.max_fwd if forward else recipe.fp8_format.value.max_bwd
-    previous = state.previous_fwd_scale if forward else None
+    previous = live["previous_fwd_scale"] if forward else None
     if callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None:
         _custom_step(recipe, history, scale, previous, fp8_max)
     else:

@@ -10,12 +10,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ottava.quant.scheme import Scheme
 from ottava.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
+
+
+class AttentionScales(NamedTuple):
+    """How the scales of queries, keys and values follow from their amax, each tensor's own: see `scaling.scale_from_amax`."""
+
+    peak: float
+    """What the largest magnitude becomes."""
+    epsilon: float
+    power_of_two: bool
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,8 @@ class Quantization:
     """ "quantized", "high_precision" or "dequantized": see [Note: three ways back] in nn/core.py."""
     feature_multiple: int
     """What the feature dimensions of a quantized GEMM must be a multiple of."""
+    attention: AttentionScales | None
+    """Of attention in FP8, where the recipe asks for it (`fp8_dpa`, `fp8_mha`)."""
 
     @staticmethod
     def of(recipe: Recipe) -> Quantization:
@@ -95,4 +106,14 @@ def _of(recipe: Any) -> Quantization:
         split_wgrad=split_wgrad,
         backward=recipe.backward_override or "quantized",
         feature_multiple=weight.feature_multiple,
+        attention=_attention(recipe) if recipe.fp8_dpa or recipe.fp8_mha else None,
     )
+
+
+def _attention(recipe: Any) -> AttentionScales:
+    """Delayed scaling keeps no history of queries, keys and values: of it only the margin holds for them."""
+    peak = Scheme.of(recipe, "input").element.max
+    if isinstance(recipe, DelayedScaling):
+        return AttentionScales(peak / 2**recipe.margin, 0.0, False)
+    given = recipe.fp8_quant_fwd_inp
+    return AttentionScales(peak, given.amax_epsilon, given.power_2_scale)

@@ -42,10 +42,8 @@ def forward_scale(state: DelayedState, compiling: bool) -> tuple[Tensor, bool]:
     if RECOMPUTE.stash is not None:
         RECOMPUTE.stash.append(state.fwd_scale.clone())
         return state.fwd_scale, True
-    if torch_private.inside_backward():
-        if (
-            torch_private.in_reentrant_checkpoint()
-        ):  # the first run was under no_grad and recorded nothing: this one does
+    if torch_private.backward_id() != -1:
+        if torch_private.in_reentrant_checkpoint():  # the first run, under no_grad, recorded nothing: this one does
             return state.fwd_scale, torch.is_grad_enabled()
         return state.scale_of_first_forward(), False
     return state._buffers["fwd_scale"], torch.is_grad_enabled() or CURRENT.calibrating  # type: ignore[return-value]

@@ -191,10 +191,14 @@ class PrecisionSection:
     """Whether weights are stored as FP8 bytes only, with float32 masters in fused_adam."""
     fp8_head: bool = False
     """Whether the three products of the head are quantized by the recipe too, each chunk of tokens with scales of its own."""
+    fp8_attention: bool = False
+    """Whether attention's forward runs in FP8 too (`fp8_dpa` of the recipe), where it is faster; backward stays in the activation dtype.
+    For DelayedScaling and Float8CurrentScaling."""
 
     def make_recipe(self) -> recipes.Recipe | None:
         """The recipe, or None."""
-        return None if self.recipe == "none" else getattr(recipes, self.recipe)()
+        options = {"fp8_dpa": True} if self.fp8_attention else {}
+        return None if self.recipe == "none" else getattr(recipes, self.recipe)(**options)
 
     def unquantized(self, layers: int) -> int:
         """How many of `layers` stay unquantized: the last ones."""
@@ -326,7 +330,7 @@ class HealthSection:
     """A loss this many times the median of the last spike_window steps is reported as a spike. 0: never."""
     spike_window: int = 100
     """Steps that a spike is compared with."""
-    replay_every: int = 200
+    replay_every: int = 500
     """Steps between two looks for silent corruption: a microbatch is computed twice and compared bit for bit, weights and moments must be
     those that the step before left, and ranks that must hold the same numbers are compared. 0: never."""
     watchdog_s: float = 600.0

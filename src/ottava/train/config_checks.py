@@ -185,6 +185,11 @@ def _check_quantization(config: Config) -> None:
         precision.recipe != "none" or not precision.fp8_head,
         "precision.fp8_head quantizes the head by the recipe, but precision.recipe is 'none'.",
     )
+    _need(
+        precision.recipe in ("DelayedScaling", "Float8CurrentScaling") or not precision.fp8_attention,
+        f"precision.fp8_attention needs a recipe with one scale a tensor, DelayedScaling or Float8CurrentScaling; precision.recipe is "
+        f"{precision.recipe!r}.",
+    )
     plain = precision.plain_layers or 0
     _need(
         0 <= plain <= model.layers,

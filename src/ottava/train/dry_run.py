@@ -61,7 +61,10 @@ def _products(config: Config, plan: ParallelPlan) -> str:
         return str(plan.param_dtype)
     plain = precision.unquantized(layers)
     where = f" in all but the last {plain} of {layers} layers" if plain else ""
-    return precision.recipe + where + (", head too" if precision.fp8_head else "")
+    more = (", head too" if precision.fp8_head else "") + (
+        ", attention's forward too" if precision.fp8_attention else ""
+    )
+    return precision.recipe + where + more
 
 
 MASTER_BYTES = {"float32": 4.0, "remainder": 2.0, "none": 0.0}

@@ -7,13 +7,9 @@ metrics. Between steps, when the state is whole: evaluation, a sample, a checkpo
 from __future__ import annotations
 
 import gc
-import math
-from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,14 +21,14 @@ from ottava.train import exits, run_folder
 from ottava.train.clock import Clock, Span
 from ottava.train.config import Config
 from ottava.train.console import say
-from ottava.train.copies import Copies
-from ottava.train.data import IGNORED, Batch, Data, Prefetch
+from ottava.train.data import IGNORED, Batch, Prefetch
 from ottava.train.evaluate import evaluate
 from ottava.train.exits import NonFinite, NotSaved
 from ottava.train.fp8_health import Fp8Health
 from ottava.train.gates import judge
 from ottava.train.health import Health
-from ottava.train.lock import RunLock
+from ottava.train.inputs import open_data, open_tokenizer
+from ottava.train.lasting import Lasting
 from ottava.train.metrics import read_metrics
 from ottava.train.microbatch_graph import microbatch_graphs
 from ottava.train.model import DistributedModel
@@ -44,8 +40,9 @@ from ottava.train.saves import Saves
 from ottava.train.schedule import lr_fraction
 from ottava.train.signals import RankSignals
 from ottava.train.state import RunState
+from ottava.train.step import Step
 from ottava.train.summary import as_text, summarize, table
-from ottava.train.tokenize import Tokenizer, load_tokenizer, standard_library
+from ottava.train.tokenize import Tokenizer, standard_library
 from ottava.train.watchdog import Watchdog
 from ottava.train.world import World
 
@@ -100,70 +97,6 @@ def _train(config: Config, world: World, resources: ExitStack, kept: Lasting) ->
         loop.say(f"ottava train: {error}")
         code = exits.NON_FINITE if isinstance(error, NonFinite) else exits.NOT_SAVED
     return loop.finish(code)
-
-
-class Lasting:
-    """What a rank keeps when others die, and it meets those that are left: everything that no other rank has a part in."""
-
-    def __init__(
-        self,
-        config: Config,
-        resources: ExitStack,
-        stop: RankSignals | None = None,
-        watchdog: Watchdog | None = None,
-        ranks: tuple[int, int] = (0, 1),
-    ) -> None:
-        self.lock = RunLock(config.run_folder)
-        resources.callback(self.lock.release)
-        self.stop = stop or resources.enter_context(RankSignals())
-        self.watchdog = watchdog or resources.enter_context(Watchdog(config, *ranks))
-        self.data: tuple[Data, Data | None] | None = None
-        self.tokenizer: Tokenizer | None = None
-        self.copies = Copies(config.health.copies)
-        self.report: Report | None = None
-
-
-@dataclass
-class Step:
-    """A step that was launched. On a GPU it may still be under way; what is not known yet is waited for when it is asked."""
-
-    number: int
-    """From 1."""
-    numbers: Numbers
-    """The sum of this rank's losses, the norm of the gradients, and `NumberGuard.reading`."""
-    known: tuple[float, float] | None = None
-    """(mean loss over all ranks, norm), where the ranks have agreed on them already."""
-    tokens: float = 1.0
-    """What the sum is divided by for the mean."""
-    clipped: dict[str, Any] | None = None
-    """What `optimizer.step` is told. None: the step was made, if loss and norm are finite and nothing is bad."""
-    stop: bool = False
-    """Whether any rank was asked to stop."""
-    again: Callable[[], Any] = lambda: None
-    """Forward and backward of the whole step once more."""
-    wrong: list[Finding] = field(default_factory=list)
-    """What a replay has found."""
-    all_bad: float | None = None
-    """`bad` over all ranks, where they have agreed on it already."""
-    event: str | None = None
-    lr: float = 0.0
-    span: Span | None = None
-    validation: float | None = None
-
-    @property
-    def loss(self) -> float:
-        """The mean over the tokens of the global batch."""
-        return self.known[0] if self.known else self.numbers.read()[0] / self.tokens
-
-    @property
-    def grad_norm(self) -> float:
-        """Over all ranks, before it was clipped."""
-        return self.known[1] if self.known else self.numbers.read()[1]
-
-    @property
-    def bad(self) -> float:
-        """Numbers that are wrong though loss and norm may be finite: operands that are not finite, state that is not plausible."""
-        return sum(self.numbers.read()[2:]) if self.all_bad is None else self.all_bad
 
 
 class Loop:
@@ -494,19 +427,14 @@ class Loop:
 
     def _tell_bad_step(self, found: Step, wrong: list[Finding]) -> str:
         """Names what made it bad; returns what the line of metrics says of it."""
-        step = found.number
-        if not math.isfinite(found.loss):
-            what = "non-finite loss"
-        elif not math.isfinite(found.grad_norm):
-            what = "non-finite gradient"
-        else:
-            what = "non-finite numbers that FP8 hides"
-        text = f"Step {step} has a {what}" if "numbers" not in what else f"Step {step} has {what}"
+        text = f"Step {found.number} has {found.trouble}"
         text += f": {wrong[0].text}." if wrong else "; run again, every tensor is finite: transient."
-        self.guard.events.tell(step, "skipped", text, wrong, loss=found.loss, grad_norm=found.grad_norm, bad=found.bad)
+        self.guard.events.tell(
+            found.number, "skipped", text, wrong, loss=found.loss, grad_norm=found.grad_norm, bad=found.bad
+        )
         if wrong:
             self.say(f"ottava train: {text}")
-        return f"skipped: {what}{_named(wrong)}"
+        return f"skipped: {found.trouble.removeprefix('a ')}{_named(wrong)}"
 
     def _roll_back(self, failed: int, why: str = "not finite", intact: bool = False) -> None:
         """To the last checkpoint; the steps after it are done again, on the same data.
@@ -618,29 +546,3 @@ class Loop:
 def _named(wrong: list[Finding]) -> str:
     """What follows a kind of trouble in a line of metrics."""
     return f": {wrong[0].short}" if wrong else ""
-
-
-def open_data(config: Config) -> tuple[Data, Data | None]:
-    """(training data, validation data if some is kept)."""
-    section = config.data
-    files: Any = section.files or [standard_library(Path(section.cache).expanduser())]
-    options: dict[str, Any] = {
-        "length": section.length,
-        "seed": config.train.seed,
-        "weights": section.weights or None,
-        "validation_fraction": section.validation_fraction,
-        "document_mask": section.document_mask,
-    }
-    held_out = Data(files, split="validation", **options) if section.validation_fraction else None
-    return Data(files, **options), held_out
-
-
-def open_tokenizer(config: Config, data: Data) -> Tokenizer:
-    """What turns samples into text; it must be the one that the data was made with."""
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    if tokenizer.name.rpartition("@")[2] != data.tokenizer.rpartition("@")[2]:
-        raise ValueError(
-            f"data.tokenizer {config.data.tokenizer!r} is {tokenizer.name}, but the files were made with {data.tokenizer}: give that one, "
-            "or train.sample_tokens 0, which needs none."
-        )
-    return tokenizer

@@ -222,7 +222,8 @@ class TokenFile:
             total = zlib.crc32(self._pread(min(CRC_BLOCK, self.bytes - start), start), total)
         if total != self._crc32:
             raise TokenFileError(
-                f"{self.path} has the checksum {total:08x}, its header says {self._crc32:08x}: it is damaged. Tokenize it again."
+                f"{self.path} has the checksum {total:08x}, its header says {self._crc32:08x}: it is damaged, or was overwritten in "
+                "part. Tokenize it again."
             )
 
 
