@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -225,3 +226,26 @@ def load(name: str) -> bool | None:
 @pytest.mark.parametrize("name", ["block", "mxfp8"])
 def test_state_dicts(four_ranks: Ranks, name: str) -> None:
     assert [a for a in four_ranks.run(load, name) if a is not None] == [True] * 3
+
+
+def resumed(name: str, kind: type) -> bool | None:
+    """`get_state_dict` of a model that has run no forward, as a resumed run asks for: torch takes a step to make the optimizer's state."""
+    mesh = mesh_of("3 uneven")
+    if mesh is None:
+        return None
+    saved, fresh = build(name), build(name)
+    for model in (saved, fresh):
+        shard(model, name, mesh, "fully_shard")
+    optimizers = [kind(model.parameters(), lr=1e-2) for model in (saved, fresh)]
+    backward(saved, name, [batch(0, 0)], mesh.get_group())
+    optimizers[0].step()
+    state = get_state_dict(saved, optimizers[0])
+    get_state_dict(fresh, optimizers[1])
+    set_state_dict(fresh, optimizers[1], model_state_dict=state[0], optim_state_dict=state[1])
+    losses = [backward(model, name, [batch(1, 0)], mesh.get_group()) for model in (saved, fresh)]
+    return losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("kind", [FusedAdam, torch.optim.AdamW])
+def test_states_before_the_first_forward(four_ranks: Ranks, kind: type) -> None:
+    assert [a for a in four_ranks.run(resumed, "current", kind) if a is not None] == [True] * 3

@@ -32,7 +32,7 @@ from ottava.quant.weight import Weight
 
 __all__ = [
     "Constant", "Elementwise", "Normal", "InitSlice", "Uniform", "Whole", "ZeroRows",
-    "as_method", "swap_parameter_", "draw", "draw_", "elementwise", "materialize_",
+    "as_method", "swap_parameter_", "draw", "draw_", "elementwise", "leave_meta_", "materialize_",
 ]  # fmt: skip
 
 WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
@@ -85,6 +85,11 @@ def swap_parameter_(tensor: Tensor, value: Tensor) -> None:
     torch.utils.swap_tensors(tensor, new)
 
 
+def leave_meta_(parameter: Any, device: torch.device | str | None = None) -> None:
+    """Gives a parameter on the meta device memory for what this rank holds of it, without values. device: as for `materialize_`."""
+    swap_parameter_(parameter, _empty_like(parameter, _device_of(parameter, device)))
+
+
 def _clean(path: str) -> str:
     """The name without what wrappers put into it."""
     return ".".join(part for part in path.split(".") if part not in WRAPPERS)
@@ -110,7 +115,7 @@ def _materialize_one(
                 f"{_who(module, path)}.initial_values() says nothing about {name!r}; it names {sorted(values)}."
             )
         if parameter.is_meta:
-            swap_parameter_(parameter, _empty_like(parameter, _device_of(parameter, device)))
+            leave_meta_(parameter, device)
         method = _placed(module, name, parameter, values[name])
         if _is_stored(parameter):
             stored[name] = _drawn(parameter, full_name, method, seed)

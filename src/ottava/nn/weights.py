@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from ottava import exchange, torch_private
 from ottava.nn.draw import is_dtensor
+from ottava.nn.initialize import leave_meta_
 from ottava.nn.strategy import REPLICATED, Layout, like_dtensor
 from ottava.quant.scheme import Scheme, weight_scheme
 from ottava.quant.state import CURRENT
@@ -174,8 +175,15 @@ class WeightModule(nn.Module):
         if "fused" in own and name in own["fused"]:
             self._assign_parts(list(self.fused[name]), value.detach())
             return
-        if isinstance(value, nn.Parameter) and not is_dtensor(value) and is_dtensor(own["_parameters"].get(name)):
-            self.gathered_by_fsdp.add(name)  # FSDP2 puts what it has gathered in the place of the shard
+        if isinstance(value, nn.Parameter):
+            if is_dtensor(
+                value
+            ):  # `fully_shard` alone: before the first forward an optimizer's step or a load may come
+                weight = held(value)
+                if isinstance(weight, Weight) and weight.stored_quantized:
+                    self._bind(weight.memory, value)
+            elif is_dtensor(own["_parameters"].get(name)):
+                self.gathered_by_fsdp.add(name)  # FSDP2 puts what it has gathered in the place of the shard
         super().__setattr__(name, value)
 
     def freed_after_forward(self, weight: Tensor) -> bool:
@@ -324,6 +332,8 @@ class WeightModule(nn.Module):
         for name, weight in stored.items():
             state.update(_as_entries(prefix + name, state.get(prefix + name), weight))
         self._rename(state, prefix, stored, errors)
+        assign = local_metadata.get("assign_to_params_buffers", False)
+        stored = self._off_meta(state, prefix, assign, errors)
         for name, weight in stored.items():
             # torch has copied bytes into the parameter itself (`broadcast_from_rank0`).
             if weight.memory.without_scales:
@@ -340,8 +350,38 @@ class WeightModule(nn.Module):
             state[prefix + name] = parameter
         if given and not errors:
             errors.extend(self._changed_scales(given | before))
+        if assign:
+            self._store_given(state, prefix, [name for name in stored if name not in given])
         self._dequantize_entries(state, prefix)
         super()._load_from_state_dict(state, prefix, local_metadata, strict, missing, unexpected, errors)
+
+    def _off_meta(self, state: Mapping[str, Any], prefix: str, assign: bool, errors: list[str]) -> dict[str, Weight]:
+        """`stored_weights` that can be loaded into: those on the meta device get memory where what is to be loaded lies.
+
+        With `assign=True`. Without it torch loads nothing into a plain parameter on the meta device, with a warning.
+        """
+        loaded = {}
+        for name, weight in self.stored_weights().items():
+            value = state.get(prefix + name)
+            if not weight.is_meta or value is None or value.is_meta:
+                loaded[name] = weight
+            elif assign:
+                leave_meta_(self._parameters[name], value.device)
+                loaded[name] = held(self._parameters[name])
+            else:
+                errors.append(
+                    f"{name} is on the meta device: load_state_dict(assign=True), or give it memory first (to_empty, reset_parameters)."
+                )
+        self.link_weights()
+        return loaded
+
+    def _store_given(self, state: dict[str, Any], prefix: str, names: Iterable[str]) -> None:
+        """Quantizes values in high precision into stored weights, which `assign=True` would replace."""
+        given = {name: state[prefix + name] for name in names if prefix + name in state}
+        parameters = {name: self._parameters[name] for name in given}
+        if given:
+            self._quantize({name: _own_part(parameters[name], value) for name, value in given.items()})
+        state.update({prefix + name: parameter for name, parameter in parameters.items()})
 
     def _changed_scales(self, wanted: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
         """What is wrong with weights that share scales: loading one has changed another's."""

@@ -143,6 +143,8 @@ class DelayedState(nn.Module):
         """Whether nothing was ever recorded here."""
         histories = self.fwd_amax_history, self.bwd_amax_history
         scales = self.fwd_scale, self.bwd_scale
+        if self.fwd_scale.is_meta:  # without memory there is nothing that was used
+            return True
         return not (any(bool(h.any()) for h in histories) or any(bool((s != 1).any()) for s in scales))
 
     def reset(self) -> None:

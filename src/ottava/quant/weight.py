@@ -246,6 +246,34 @@ class Weight(QuantizedTensor):
         self.requantize_together_([self], [source])
         return self
 
+    @property
+    def data(self) -> Any:
+        """The weight without its history, as torch has it."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        # torch would exchange a memory that a weight does not have, and leave the values as they are.
+        if isinstance(value, Weight) and value._cell is self._cell and value.dtype == self.dtype:
+            torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+            return
+        if value.shape != self.shape or value.device != self.device:
+            raise ValueError(
+                f"{self.memory.name} of {tuple(self.shape)} on {self.device} takes values of its own shape and device, got "
+                f"{tuple(value.shape)} on {value.device}. To move it, move its module: module.to(device)."
+            )
+        if value.dtype == self.dtype:
+            with torch.no_grad():
+                self.copy_(value)
+        else:
+            _change_dtype(self, value)
+
+    def share_memory_(self) -> Weight:
+        """Moves what it holds into memory that processes share."""
+        for tensor in (*tensors_of(self), *self.memory.tensors()):
+            tensor.share_memory_()
+        return self
+
     def __setitem__(self, index: Any, value: Any) -> None:
         if self.master is None:
             super().__setitem__(index, value)
@@ -492,18 +520,25 @@ def operands(group: ScaleGroup) -> dict[str, Tensor]:
     """Both directions of the units of all parts as one matrix, as a GEMM takes them; made again, in the same memory, when bytes or
     scales change."""
     if group.operands is None or group.operands[0] != _versions(group):
-        made = (
-            _make_operands(group) if group.operands is None else _in_place_of(group.operands[1], _make_operands(group))
-        )
-        first = 0
-        for part in group.parts:  # one memory for the parts and the whole
-            rows = part.place.unit[0]
-            part.data[ROWWISE] = made["rowwise_data"].narrow(0, first, rows)
-            if part.two_copies and part.scheme.elements_per_byte == 1:
-                part.data[COLUMNWISE] = made["columnwise_data"].narrow(1, first, rows).t()
-            first += rows
-        group.operands = (_versions(group), made)
+        # They stay: an evaluation in inference mode must not leave what a later backward cannot save.
+        with torch.inference_mode(False):
+            group.operands = _renewed_operands(group)
     return group.operands[1]
+
+
+def _renewed_operands(group: ScaleGroup) -> tuple[list[int], dict[str, Tensor]]:
+    """(versions of what they are made from, operands)"""
+    made = _make_operands(group)
+    if group.operands is not None:
+        made = _in_place_of(group.operands[1], made)
+    first = 0
+    for part in group.parts:  # one memory for the parts and the whole
+        rows = part.place.unit[0]
+        part.data[ROWWISE] = made["rowwise_data"].narrow(0, first, rows)
+        if part.two_copies and part.scheme.elements_per_byte == 1:
+            part.data[COLUMNWISE] = made["columnwise_data"].narrow(1, first, rows).t()
+        first += rows
+    return _versions(group), made
 
 
 def _make_operands(group: ScaleGroup) -> dict[str, Tensor]:
@@ -673,13 +708,42 @@ def _write(func: Any, args: tuple, kwargs: dict) -> Any:
     bytes_only = [w for w in targets if w.master is None]
     if bytes_only:
         Weight.requantize_together_(bytes_only, [values[id(w)] for w in bytes_only])
+        _mark_written(bytes_only)
     for weight in targets:
         weight.memory.made_from = {}
     back = {id(values[id(w)]): w for w in targets}
     return torch_private.map_instances(Tensor, lambda t: back.get(id(t), t), result)
 
 
+def _change_dtype(weight: Weight, values: Tensor) -> None:
+    """It stands for a tensor of another type from now on (`module.to(dtype)`). Values that are only rounded to it leave the bytes alone."""
+    if weight.master is None:
+        if not torch.equal(values, weight._values(values.dtype)):
+            with torch.no_grad():
+                weight.copy_(values)
+        master = None
+    else:
+        master = weight.master = values.detach()
+    other = Weight(weight._cell, weight.state, weight.shape, values.dtype, weight.device, master, weight._gather)
+    torch.Tensor.data.__set__(weight, other)  # type: ignore[attr-defined]
+
+
+def _mark_written(weights: Sequence[Weight]) -> None:
+    """Below autograd, where ops on a weight arrive, writing changes no tensor's version. But versions are how `operands` knows that scales
+    have changed, and how autograd refuses a backward that holds bytes of before."""
+    for group in {id(w.memory.group): w.memory.group for w in weights}.values():
+        made = [] if group.operands is None else list(group.operands[1].values())
+        torch.autograd.graph.increment_version([*made, *(t for part in group.parts for t in part.tensors())])
+
+
 def _copy(func: Any, target: Weight, source: Tensor, *unused: Any) -> Any:
+    written = _copy_into(func, target, source)
+    if target.master is None and target.state is not State.GATHERED:
+        _mark_written([target])
+    return written
+
+
+def _copy_into(func: Any, target: Weight, source: Tensor) -> Any:
     if source.dtype == torch.uint8 and target.master is None and target.state is not State.GATHERED:
         # No weight has values of this type: torch's `broadcast_from_rank0` writes an entry of a state dict where the parameter is.
         target.memory.take_bytes(source)
@@ -844,7 +908,6 @@ _HANDLERS: dict[Any, Callable] = {
     aten.slice.Tensor: _slice,
     aten.split.Tensor: _split,
     aten.new_zeros.default: _new,
-    aten.new_empty.default: _new,
     aten.empty_like.default: _empty_like,
     aten.copy_.default: _copy,
     aten.clone.default: _clone,
