@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ottava.kernels.attention_fp8 import KEYS, PAD, WEIGHT_EXPONENT
 from ottava.kernels.launch import Launcher
-from ottava.kernels.tile_kernel import _raise, _reciprocal, _scale_of
+from ottava.kernels.tile_kernel import _pair_to_bytes, _raise, _reciprocal, _scale_of
 
 LOG2E = 1.0 / math.log(2.0)
 
@@ -110,8 +110,11 @@ def _store_rows(out, value, scale, batch, head, first, heads, rows, COUNT: tl.co
 
 @triton.jit
 def _store_transposed(out, even, odd, scale, batch, head, first, heads, rows, COUNT: tl.constexpr, dim: tl.constexpr):
-    """out: bytes [b, heads, dim, rows], written as pairs: Triton 3.6 misplaces bytes of a transposed tile of them on Hopper."""
-    pair = _encoded(even, scale).to(tl.uint16) | (_encoded(odd, scale).to(tl.uint16) << 8)
+    """out: bytes [b, heads, dim, rows], written as pairs: Triton 3.6 misplaces bytes of a transposed tile of them on Hopper.
+
+    The pair is made as `tile_kernel` makes it, whose bytes have been compared on an H200.
+    """
+    pair = _pair_to_bytes(even * scale, odd * scale, False)
     index, channel = tl.arange(0, COUNT), tl.arange(0, dim)
     at = ((batch * heads + head) * dim * rows + first) // 2 + channel[:, None] * (rows // 2) + index[None, :]
     tl.store(out.to(tl.pointer_type(tl.uint16)) + at, tl.trans(pair), mask=(first + 2 * index)[None, :] < rows)
