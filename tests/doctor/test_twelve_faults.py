@@ -25,6 +25,7 @@ from ottava.doctor import Options
 pytestmark = [pytest.mark.extra, pytest.mark.timeout(900)]
 
 DOCTOR = "from ottava.cli.main import main; import sys; sys.exit(main(['doctor', *sys.argv[1:]]))"
+TESTS = Path(__file__).resolve().parents[1]
 
 
 class Started:
@@ -50,7 +51,8 @@ class Started:
             }  # fmt: skip
             words = [*self.before.get(rank, []), sys.executable, "-c", self.code.get(rank, "") + DOCTOR, "--json"]
             words += ["--run", str(self.folder), "--space-gib", "0.001", "--timeout", "40", *self.words]
-            variables = os.environ | known | self.variables.get(rank, {})
+            path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+            variables = os.environ | known | {"PYTHONPATH": path} | self.variables.get(rank, {})
             self.processes.append(
                 subprocess.Popen(words, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             )
