@@ -37,6 +37,8 @@ bench 4 layer -4x2048 --batch 4 --sequence 2048
 bench 18 step -1b --shape 1b --profile
 bench 2 overlap -8b-2 --shape 8b --ranks 2
 bench 16 step -8b-8 --shape 8b-8 --profile
-bench 10 step -8b --shape 8b --contenders none --visits 1 --steps 5 \
-  --ours "fp8:precision.recipe=DelayedScaling,precision.fp8_weights=true,optimizer.name=fused_adam"
+lean="precision.recipe=DelayedScaling,precision.fp8_head=true,optimizer.name=fused_adam,optimizer.moments=bfloat16,precision.gradients=bfloat16"
+bench 8 step -8b --shape 8b --contenders none --visits 1 --steps 5 --gate tokens_per_s=14500 --gate allocated_gib=125 \
+  --ours "lean:$lean" --ours "fp8 storage:$lean,precision.fp8_weights=true,precision.weights=bfloat16"
+part 2 "loop overhead" "$python" benchmarks/loop_overhead.py --config examples/train_160m.toml --json "$results/loop-overhead-$device.json"
 exit $status
