@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -80,7 +80,7 @@ class StepMetrics:
 
     def line(self) -> str:
         """As JSON, without a line end."""
-        return json.dumps({k: finite(v) for k, v in asdict(self).items() if v is not None}, allow_nan=False)
+        return json.dumps({k: finite(v) for k, v in vars(self).items() if v is not None}, allow_nan=False)
 
 
 def finite(value: Any) -> Any:
