@@ -30,12 +30,14 @@ from ottava.kernels import tally
 from ottava.nn.base import QuantizedModule
 from ottava.nn.operand import Operand
 from ottava.nn.product import watching
+from ottava.notices import warn_once
 from ottava.train.config import Config
 from ottava.train.metrics import finite
 from ottava.train.model import DistributedModel
 from ottava.train.optimizer import Numbers
 from ottava.train.report import HEALTH_FILE
 from ottava.train.world import World
+from ottava.untrusted.files import open_to_append
 
 SAMPLE = 2**20
 """Values (bytes) that are counted of an operand, more or less."""
@@ -175,8 +177,11 @@ class Fp8Health:
         values, wide = numbers.read(), len(FIGURES)
         rows = [values[i : i + wide] for i in range(0, len(values), wide)]
         tensors = {name: dict(zip(FIGURES, map(finite, row))) for name, row in zip(names, rows)}
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "tensors": tensors}, allow_nan=False) + "\n")
+        try:
+            with open_to_append(self._path) as file:
+                file.write(json.dumps({"step": step, "tensors": tensors}, allow_nan=False) + "\n")
+        except OSError as error:  # a full disk is no reason to stop
+            warn_once(f"{self._path} cannot be written: {error.strerror}. Looks at FP8 health are left out.")
 
 
 def _quantized(model: nn.Module) -> Iterator[tuple[str, QuantizedModule]]:

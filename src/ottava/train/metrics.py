@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from ottava.checkpoint.names import sync_directory
 from ottava.notices import warn_once
+from ottava.untrusted.files import MOST_LINE_BYTES, read_lines
 
 FILE = "metrics.jsonl"
 
@@ -177,15 +178,14 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     """(bytes, what they say) of each line but an unfinished last one; None: damaged, which is said once."""
-    lines = path.read_bytes().splitlines(keepends=True)
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_lines(path), 1):
         try:
             found = json.loads(line)
-            if not isinstance(found, dict) or not isinstance(found.get("step"), int):
+            if not isinstance(found, dict) or type(found.get("step")) is not int:
                 raise ValueError("no step in it")
         except (ValueError, RecursionError) as error:
-            if number == len(lines) and not line.endswith(b"\n"):
-                return
+            if not line.endswith(b"\n") and len(line) < MOST_LINE_BYTES:
+                return  # the last one
             warn_once(f"{path}, line {number}: not a line of metrics, passed over ({error}).")
             found = None
         yield line, found
