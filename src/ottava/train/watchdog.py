@@ -35,7 +35,7 @@ FOLDER = "stalls"
 PREFIX = "ottava/watchdog"
 LONGEST_PAUSE_S = 5.0
 FIRST_S = 0.5
-"""The same until the rank that may serve the store was heard: if it stops right after the start, it has to be known which process to end."""
+"""The same until the rank that may serve the store was heard: if it stops right after the start, its process has to be known."""
 SAY_S, KEEP_S = 3.0, 5.0
 """What the timer allows for a line on the console and for files, which may both hang."""
 HARD_S = 20.0

@@ -125,6 +125,21 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not TOML: {printable(str(error))}.") from error
 
 
+def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For json.loads(object_pairs_hook=...): an object whose keys come once each. With two of a name readers disagree on which one counts.
+
+    >>> json.loads('{"a": 1, "a": 2}', object_pairs_hook=once_each)
+    Traceback (most recent call last):
+    ValueError: the key 'a' comes twice
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {printable(repr(twice), 80)} comes twice")
+    return found
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """What a JSON file with an object says. ValueError, with its name, if it is none.
 
@@ -132,7 +147,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     content = read_regular(path, MOST_JSON_BYTES, "such a file")
     try:
-        found = json.loads(content)
+        found = json.loads(content, object_pairs_hook=once_each)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {printable(str(error))}.") from error
     if not isinstance(found, dict):
