@@ -119,7 +119,7 @@ def _check_values(config: Config) -> None:
                 _need(not isinstance(one, float) or math.isfinite(one), f"{where} must be finite, got {one}.")
                 lines = (section.name, name) in MANY_LINES
                 fine = not isinstance(one, str) or (shown(one) == one if lines else one.isprintable())
-                _need(fine, f"{where} has control characters: {ascii(one):.80}.")
+                _need(fine, f"{where} has control characters: {one!a:.80}.")
 
 
 def _check_numbers(config: Config) -> None:
