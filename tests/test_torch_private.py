@@ -356,6 +356,26 @@ def test_forget_gathered_lets_sizes_change() -> None:
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.parametrize("backend", ["gloo", "fake"])
+def test_gathers_of_gloo_travel_until_they_are_waited_for(backend: str, tmp_path: Path) -> None:
+    from torch.distributed.fsdp import fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    where: dict[str, Any] = (
+        {"store": FakeStore()} if backend == "fake" else {"init_method": f"file://{tmp_path / 'store'}"}
+    )
+    torch.distributed.init_process_group(backend, rank=0, world_size=1, **where)
+    try:
+        model = fully_shard(torch.nn.Linear(4, 4))
+        group = model._get_fsdp_state()._fsdp_param_group
+        assert not group.unshard_async_op
+        torch_private.gather_without_streams(model)
+        assert group.unshard_async_op is (backend == "gloo")
+        model(torch.ones(1, 4)).sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_around_fsdp_waits_sees_forward_and_backward() -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -534,6 +554,7 @@ def test_every_function_is_tested_here() -> None:
     tested = {
         "bare_apply",
         "first_report",
+        "gather_without_streams",
         "group_timeout_s",
         "has_symmetric_memory",
         "symmetric_memory",
