@@ -88,9 +88,8 @@ def test_it_is_a_matter_of_gpus_and_of_what_bf16_kernels_multiply() -> None:
     assert exact_chunks(operands("cuda", groups=2)) == ANY
     assert exact_chunks(operands("cuda", "e4m3:tensor")) == ANY
     assert exact_chunks(operands("cuda", "e4m3:1x128")) == IN_EIGHTS
-    assert (
-        exact_chunks(operands("cuda", "e4m3:1x32")) == exact_chunks(operands("cuda", "e2m1:1x16")) == LARGE
-    )  # emulated
+    for emulated in ("e4m3:1x32", "e2m1:1x16", "e4m3:128x128", "e5m2:1x128"):
+        assert exact_chunks(operands("cuda", emulated)) == LARGE
 
 
 # ----------------------------------------------------------------------------------------------------------------- on ranks

@@ -163,7 +163,7 @@ class Stage:
     def two_copies(self) -> bool:
         """Whether a gradient's columnwise copy travels beside its rowwise one."""
         scheme = self.dy.rows.scheme
-        return scheme is not None and not scheme.per_tensor
+        return scheme is not None and scheme.two_copies
 
     def wgrad(self) -> Tensor:
         """The weight's gradient, of all tokens."""

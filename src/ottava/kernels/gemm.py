@@ -204,9 +204,15 @@ def recipe_emulated_because(recipe: Recipe, capability: tuple[int, int]) -> str 
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def multiplied_in_bf16(scheme: Scheme | None) -> bool:
-    """Whether a GPU's bf16 kernels multiply operands of this scheme (None: unquantized), as they are or by emulation."""
-    return scheme is None or scheme.kind in ("mx", "nvfp4")
+def multiplied_unquantized(scheme: Scheme | None) -> bool:
+    """Whether every GPU multiplies a first operand of this scheme (None: unquantized) in high precision, as it is or by emulation.
+
+    >>> multiplied_unquantized(Scheme.parse("e4m3:1x32"))
+    True
+    """
+    if scheme is None or scheme.kind in ("mx", "nvfp4"):
+        return True
+    return scheme.kind == "block" and (scheme.block != (1, 128) or scheme.format != "e4m3")
 
 
 def native_rows(scheme: Scheme) -> int:

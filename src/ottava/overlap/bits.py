@@ -13,7 +13,7 @@ kernels for thin products, however wide they are.
 
 from __future__ import annotations
 
-from ottava.kernels.gemm import BLOCK_ROWS, multiplied_in_bf16, native_rows
+from ottava.kernels.gemm import BLOCK_ROWS, multiplied_unquantized, native_rows
 from ottava.nn.strategy import Operands
 from ottava.overlap.chunks import CUT_AT, spans
 
@@ -33,7 +33,7 @@ def exact_chunks(operands: Operands) -> str:
     if len(operands) > 1:
         return ANY  # kernels of grouped products sum an element in one place, whatever the number of rows
     scheme = operands[0].scheme
-    if scheme is None or multiplied_in_bf16(scheme):
+    if scheme is None or multiplied_unquantized(scheme):
         return LARGE
     return IN_EIGHTS if native_rows(scheme) > 1 else ANY
 
