@@ -55,7 +55,7 @@ class Engine:
         under: starts what may travel under the products; called when nothing that they need is left to be sent.
         """
         transport = self.transport(operands[0].data) if self.schedule.gather != "none" else None
-        if transport is None:
+        if transport is None or not _tokens(operands):
             return None
         choice = self.choose_gather(operands, features)
         if choice.method == "ring":
@@ -80,7 +80,7 @@ class Engine:
         if method in ("none", "bulk"):
             return None
         transport = self.transport(operands[0].data)
-        if transport is None or any(operand.data.shape[0] % self.size for operand in operands):
+        if transport is None or not _tokens(operands) or any(operand.data.shape[0] % self.size for operand in operands):
             return None
         if not self.choose_scatter(operands, features, dtype, dgrad).overlaps:
             return None
@@ -145,7 +145,7 @@ def _warn_of_first(requested: tuple[str, ...], what: str, why: str) -> None:
 def gathered_product(operands: Operands, features: int, size: int) -> Product:
     """The sizes of a product of all ranks' tokens, and of what travels for it. operands: of this rank's."""
     return Product(
-        size * sum(operand.data.shape[0] for operand in operands),
+        size * _tokens(operands),
         _contraction(operands),
         features,
         size * travelling_bytes(operands),
@@ -156,7 +156,7 @@ def gathered_product(operands: Operands, features: int, size: int) -> Product:
 
 def scattered_product(operands: Operands, features: int, dtype: torch.dtype) -> Product:
     """The sizes of a product of all tokens whose result, in `dtype`, is summed over ranks."""
-    tokens = sum(operand.data.shape[0] for operand in operands)
+    tokens = _tokens(operands)
     travelling = tokens * features * dtype.itemsize
     return Product(tokens, _contraction(operands), features, travelling, operands[0].scheme is not None)
 
@@ -169,6 +169,10 @@ def travelling_bytes(operands: Operands) -> int:
         if token_dims(operand).scale is not None and operand.scale_inv is not None:
             count += operand.scale_inv.numel() * operand.scale_inv.element_size()
     return count
+
+
+def _tokens(operands: Operands) -> int:
+    return sum(operand.data.shape[0] for operand in operands)
 
 
 def _contraction(operands: Operands) -> int:
