@@ -20,6 +20,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from ottava.bench import timing
+from ottava.bench.overlap_ranks import under_launcher
+from ottava.detect.machine import Machine
 from ottava.distributed import ParallelPlan, meshes_of, parallelize
 from ottava.models.llama import Llama, LlamaConfig
 from ottava.overlap.transport import wrapping
@@ -79,7 +81,9 @@ def recorded_step(
 ) -> list[Flight]:
     """The flights of one step after one that warms up. trace: written by rank 0. held: see `held_up`."""
     config = LlamaConfig(VOCABULARY, HIDDEN, 2 * HIDDEN, layers=LAYERS, heads=4, kv_heads=4, max_length=LENGTH)
-    model = parallelize(Llama(config, device="meta"), plan, seed=1, device_type=device.type)
+    # Ranks that were started here share a machine, and perhaps a GPU.
+    machine = None if under_launcher() else Machine(gpus_per_node=dist.get_world_size())
+    model = parallelize(Llama(config, device="meta"), plan, seed=1, machine=machine, device_type=device.type)
     generator = torch.Generator().manual_seed(meshes_of(model).dp_rank)
     tokens = torch.randint(VOCABULARY, (1, LENGTH + 1), generator=generator).to(device)
 
@@ -96,7 +100,8 @@ def recorded_step(
         trace.parent.mkdir(parents=True, exist_ok=True)
         seen.export_chrome_trace(str(trace))
         print(f"wrote {trace}; open it in ui.perfetto.dev or chrome://tracing")
-    return flights([Range(e.name, e.time_range.start, e.time_range.end) for e in seen.events()])  # type: ignore[union-attr]
+    on_host = [e for e in seen.events() or [] if e.device_type == torch.autograd.DeviceType.CPU]
+    return flights([Range(e.name, e.time_range.start, e.time_range.end) for e in on_host])
 
 
 def flights(ranges: list[Range]) -> list[Flight]:
