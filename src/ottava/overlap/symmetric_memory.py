@@ -213,6 +213,8 @@ class _MailExchange(Exchange):
         self, transport: SymmetricMemory, workspace: Workspace, half: int, name: str, hops: Sequence[Hop]
     ) -> None:
         super().__init__(name, hops)
+        self.alive: list[Tensor] = []
+        """What is being copied away; empty when it has been waited for."""
         self.transport, self.workspace, self.half, self.lanes = transport, workspace, half, transport.lanes
         self.opened = self.lanes.mark()  # `into` may be memory that the current stream still reads
         self.outgoing, self.incoming = _offsets(hops, "target"), _offsets(hops, "source")
@@ -221,8 +223,6 @@ class _MailExchange(Exchange):
         self.arrived: dict[int, Any] = {}
         self.sent: Any = None
         self.unsent = set(range(len(hops)))
-        self.alive: list[Tensor] = []
-        """What is being copied away; empty when it has been waited for."""
 
     def _mailbox(self, receiver: int, sender: int, start: int, count: int) -> Tensor:
         base = (self.half * self.transport.size + sender) * self.workspace.mailbox + start
