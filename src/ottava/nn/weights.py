@@ -121,6 +121,7 @@ class WeightModule(nn.Module):
             made.append(
                 Weight.stored(self.describe(name), (count, columns), scheme, self.params_dtype, self.device_at_init)
             )
+            made[-1].memory.recipe = recipe
         if len(made) > 1:
             join_parts(made)
             for weight in made:  # who has which scales may be another matter now
@@ -311,6 +312,7 @@ class WeightModule(nn.Module):
         seen: set[int] = set()
         for name, weight in self.stored_weights().items():
             weight.memory.check_scales()
+            weight.memory.lay_rows_first()
             for key, tensor in self._entries(name).items():
                 # A scale that parts of a matrix share is live in the first one's entry. Others are copies: files hold each by itself.
                 shared = tensor.dim() == 1 and tensor.data_ptr() in seen and not tensor.is_meta

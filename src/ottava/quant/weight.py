@@ -466,9 +466,17 @@ def _take_buffers(memory: WeightMemory, parts: dict[str, Tensor]) -> None:
     else:
         memory.set_scales(ROWWISE, parts["rowwise_scale_inv"])
     if memory.two_copies:
-        memory.set_scales(COLUMNWISE, parts["columnwise_scale_inv"].t())
-        memory.data[COLUMNWISE] = upright(parts["columnwise_data"], scheme)
+        _take_columnwise(memory, upright(parts["columnwise_data"], scheme), parts["columnwise_scale_inv"].t())
     memory.preserved, memory.without_scales = None, False
+
+
+def _take_columnwise(memory: WeightMemory, data: Tensor, scales: Tensor) -> None:
+    """Upright views of what a GEMM takes, or, where somebody reads them as rows, these rows."""
+    if memory.rows_first:
+        old = [memory.data.get(COLUMNWISE), memory.held_scales(COLUMNWISE)]
+        data, scales = written_over(old, [data.contiguous(), scales.contiguous()])
+    memory.data[COLUMNWISE] = data
+    memory.set_scales(COLUMNWISE, scales)
 
 
 def _transposed_part(weight: Weight, name: str) -> Tensor | None:
@@ -535,7 +543,7 @@ def _renewed_operands(group: ScaleGroup) -> tuple[list[int], dict[str, Tensor]]:
     for part in group.parts:  # one memory for the parts and the whole
         rows = part.place.unit[0]
         part.data[ROWWISE] = made["rowwise_data"].narrow(0, first, rows)
-        if part.two_copies and part.scheme.elements_per_byte == 1:
+        if part.two_copies and part.scheme.elements_per_byte == 1 and not part.rows_first:
             part.data[COLUMNWISE] = made["columnwise_data"].narrow(1, first, rows).t()
         first += rows
     return _versions(group), made
