@@ -30,7 +30,7 @@ from ottava.quant.recompute import forward_scale
 from ottava.quant.scheme import Scheme
 from ottava.quant.state import CURRENT
 from ottava.quant.tensor import QuantizedTensor
-from ottava.quant.weight import State, Weight, as_one_matrix, one_matrix
+from ottava.quant.weight import State, Weight, as_one_matrix, link_copies, one_matrix
 from ottava.recipe import Recipe
 
 InitMethod = Callable[[Tensor], Any]
@@ -157,11 +157,20 @@ class QuantizedModule(FollowsAutocast, weights.WeightModule, ParallelModule):
             if all(map(_is_plain, plain)):
                 return _join(plain)
         tensors: list[Any] = [local(getattr(self, name)) for name in names]
-        if one_matrix(tensors):
+        if traced:
+            self._refuse_export(names[0], tensors[0])
+        if one_matrix(tensors) or (not traced and link_copies(tensors)):
             return as_one_matrix(tensors)
         if all(isinstance(t, QuantizedTensor) and t.stored_quantized for t in tensors):
             return torch.cat([t.dequantize() for t in tensors])  # somebody has put parts of several matrices together
         return torch.cat(tensors) if traced else _join(tensors)
+
+    def _refuse_export(self, name: str, weight: Any) -> None:
+        if torch_private.is_exporting() and isinstance(weight, QuantizedTensor):
+            raise ValueError(
+                f"{self.describe(name)} is stored in FP8, which torch.export cannot hold: load the state dict into a module that is made "
+                "without quantized_model_init, and export that one; its forward quantizes as the recipe says."
+            )
 
     # ------------------------------------------------------------------------------------------------- delayed-scaling state
 
@@ -299,6 +308,8 @@ class QuantizedModule(FollowsAutocast, weights.WeightModule, ParallelModule):
     ) -> StageTensors:
         """The tensors of stage `index`: quantizes its weight, or takes the copy cached by an earlier microbatch."""
         stage = chain.stages[index]
+        if torch_private.is_exporting():
+            self._refuse_export(self.gemm_weights[index][0], weight)
         if stage.weight is None:
             plain = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
             plain = plain if dtype is None or plain.dtype == dtype else plain.to(dtype)

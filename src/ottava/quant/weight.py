@@ -47,7 +47,18 @@ from ottava.quant.weight_memory import (
 )
 from ottava.quant.weight_renew import renew
 
-__all__ = ["State", "Weight", "as_one_matrix", "join_parts", "link_parts", "one_matrix", "tensors_of", "upright"]
+__all__ = [
+    "State",
+    "Weight",
+    "as_one_matrix",
+    "join_parts",
+    "link_copies",
+    "link_parts",
+    "mark_written",
+    "one_matrix",
+    "tensors_of",
+    "upright",
+]
 
 aten = torch.ops.aten
 
@@ -424,6 +435,26 @@ def link_parts(weights: Sequence[Weight]) -> None:
         memory.join(group)
 
 
+def link_copies(weights: Sequence[Any]) -> bool:
+    """Whether weights are copies, made one by one, of all parts of one matrix (`torch.func.functional_call` of cloned parameters): they
+    share its scales again then."""
+    if not all(isinstance(w, Weight) and w.stored_quantized and w.state is State.WHOLE for w in weights):
+        return False
+    memories = [weight.memory for weight in weights]
+    first, row = memories[0], 0
+    for memory in memories:
+        place = memory.place
+        if place.part[0] != row or place.matrix != first.place.matrix or memory.scheme != first.scheme:
+            return False
+        if len(memory.group.parts) > 1 or not first.group.same_scales(memory.group):
+            return False
+        row += place.part[1]
+    if row != first.place.matrix[0]:
+        return False
+    link_parts(weights)
+    return True
+
+
 # ----------------------------------------------------------------------------------------------------- bytes of a whole unit
 
 
@@ -716,7 +747,7 @@ def _write(func: Any, args: tuple, kwargs: dict) -> Any:
     bytes_only = [w for w in targets if w.master is None]
     if bytes_only:
         Weight.requantize_together_(bytes_only, [values[id(w)] for w in bytes_only])
-        _mark_written(bytes_only)
+        mark_written(bytes_only)
     for weight in targets:
         weight.memory.made_from = {}
     back = {id(values[id(w)]): w for w in targets}
@@ -736,7 +767,7 @@ def _change_dtype(weight: Weight, values: Tensor) -> None:
     torch.Tensor.data.__set__(weight, other)  # type: ignore[attr-defined]
 
 
-def _mark_written(weights: Sequence[Weight]) -> None:
+def mark_written(weights: Sequence[Weight]) -> None:
     """Below autograd, where ops on a weight arrive, writing changes no tensor's version. But versions are how `operands` knows that scales
     have changed, and how autograd refuses a backward that holds bytes of before."""
     for group in {id(w.memory.group): w.memory.group for w in weights}.values():
@@ -747,7 +778,7 @@ def _mark_written(weights: Sequence[Weight]) -> None:
 def _copy(func: Any, target: Weight, source: Tensor, *unused: Any) -> Any:
     written = _copy_into(func, target, source)
     if target.master is None and target.state is not State.GATHERED:
-        _mark_written([target])
+        mark_written([target])
     return written
 
 
