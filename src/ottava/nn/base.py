@@ -17,6 +17,7 @@ from ottava.nn import weights
 from ottava.nn.columnwise import columnwise_later
 from ottava.nn.construction import ORDER
 from ottava.nn.direct import direct
+from ottava.nn.draw import check_local
 from ottava.nn.follows_autocast import FollowsAutocast
 from ottava.nn.initialize import materialize_
 from ottava.nn.parallel_module import ParallelModule
@@ -187,6 +188,8 @@ class QuantizedModule(FollowsAutocast, weights.WeightModule, ParallelModule):
         """Checks dtype, device and last dimension; returns x in the dtype of `torch.autocast` if that is on."""
         if not isinstance(x, Tensor) or x.shape[-1] != features or x.device != weight.device:
             self._refuse_input(x, features, weight)
+        if type(x) is not Tensor:
+            check_local(x, f"The input of {self._who()}")
         if x.dtype not in FLOAT_DTYPES:
             check_float(x, f"The input of {self._who()}")
         if torch.is_autocast_enabled(x.device.type):
@@ -335,6 +338,11 @@ class QuantizedModule(FollowsAutocast, weights.WeightModule, ParallelModule):
         if stored is not None:
             self._check_same_scheme(stored, stage.weight)
             return operands_of(stored)
+        if self.quantized_init is not None and not torch.compiler.is_compiling():
+            warn_once(
+                f"ottava: {self._who()} was made inside quantized_model_init, but a weight of it is a plain tensor now: every forward "
+                "quantizes it, and it takes the memory of its dtype. (FSDP1 makes it so, and parametrizations; FSDP2 keeps the bytes.)"
+            )
         # A copy that is kept may serve a later forward that does have a backward. Bytes that can be transposed are, by that backward.
         wanted = stage.backward == "quantized" and (torch.is_grad_enabled() or bool(is_first_microbatch))
         weight_scale = scale[3 * index + 1 : 3 * index + 2] if stage.delayed else None  # type: ignore[index]

@@ -281,6 +281,8 @@ class WeightMemory:
         self.preserves = False
         self.preserved: Tensor | None = None
         """The rows before they were first quantized, where `quantized_model_init(preserve_high_precision_init_val=True)` kept them."""
+        self.given: tuple[Tensor, int] | None = None
+        """What the bytes were made from, and their version then, while other parts of the matrix have not got theirs (`keep_given`)."""
         self.tensor_groups: Groups = ()
         """Tensor-parallel ranks among which the parameter is split."""
         self.shard_groups: Groups = ()
@@ -488,6 +490,32 @@ class WeightMemory:
         """Rowwise bytes of the rows that are held, whose scales are still to come."""
         self.data[ROWWISE][: self.place.rows].copy_(data)
         self.preserved, self.without_scales = None, True
+
+    def keep_given(self, values: Tensor) -> None:
+        """Keeps values until all parts of the matrix were given theirs."""
+        self.given = (values.clone(), self._bytes_version())
+        if all(part.given is not None for part in self.group.parts):
+            for part in self.group.parts:
+                part.given = None
+
+    def given_values(self) -> Tensor:
+        """The rows that are held [rows, columns]: as they were given, if the bytes are still those, else dequantized."""
+        self.check_given()
+        return self.values(torch.float32) if self.given is None else self.given[0]
+
+    def check_given(self) -> None:
+        """Forgets what was given if somebody has written other bytes since."""
+        if self.given is not None and self.given[1] != self._bytes_version():
+            self.given = None
+
+    def bytes_follow_given(self) -> None:
+        """The bytes were written from what was given, or moved."""
+        if self.given is not None:
+            self.given = (self.given[0], self._bytes_version())
+
+    def _bytes_version(self) -> int:
+        held = self.data[ROWWISE]
+        return 0 if held.is_inference() else held._version
 
     def keep_first_values(self, values: Tensor | None) -> None:
         """Keeps what was quantized first, on the CPU."""
