@@ -384,10 +384,8 @@ class WeightModule(nn.Module):
     def _store_given(self, state: dict[str, Any], prefix: str, names: Iterable[str], assign: bool) -> None:
         """Quantizes values in high precision into stored weights, all at once: one by one, those that share a scale would be rounded again
         with each. (And `assign=True` would replace the parameters.) What is not such values is left to torch."""
-        found = {name: (self._parameters[name], state.get(prefix + name)) for name in names}
-        given = {
-            name: pair for name, pair in found.items() if pair[1] is not None and (assign or _are_values_of(*pair))
-        }
+        found = {n: (self._parameters[n], state[prefix + n]) for n in names if state.get(prefix + n) is not None}
+        given = {name: pair for name, pair in found.items() if assign or _are_values_of(*pair)}
         if given:
             self._quantize({name: _own_part(parameter, value) for name, (parameter, value) in given.items()})
         state.update({prefix + name: parameter for name, (parameter, _) in given.items()})
