@@ -139,6 +139,16 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def wait_for_work(result: Any) -> None:
+    """Waits for what a collective op (`torch.ops.c10d`) has returned beside its tensors."""
+    from torch._C._distributed_c10d import Work
+    from torch.utils._pytree import tree_leaves
+
+    for leaf in tree_leaves(result):
+        if isinstance(leaf, torch.ScriptObject):
+            Work.unbox(leaf).wait()
+
+
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """targets[i].copy_(sources[i]) for all i, in few kernels."""
     torch._foreach_copy_(targets, sources)
