@@ -19,7 +19,7 @@ from ottava.train import charts
 from ottava.train.charts import AREA_COLOURS, COLOURS, Mark, Series
 from ottava.train.clock import PARTS
 from ottava.train.metrics import FILE, read_metrics, write_whole
-from ottava.train.report_input import plain_config, plain_looks, plain_steps, plain_summary, readable
+from ottava.train.report_input import plain_config, plain_looks, plain_steps, plain_summary
 from ottava.train.restarts import Restart, effective_ratio, read_restarts
 from ottava.untrusted.files import read_json, read_toml
 
@@ -121,8 +121,8 @@ def load_run(folder: Path, colour: str = COLOURS[0], name: str = "") -> Run:
     return Run(
         name=name or folder.absolute().name,
         steps=steps,
-        config=plain_config(readable(read_toml, config)),
-        summary=plain_summary(readable(read_json, summary)),
+        config=plain_config(read_toml(config)) if config.is_file() else {},
+        summary=plain_summary(read_json(summary)) if summary.is_file() else {},
         health=[looks[step] for step in sorted(looks)],
         colour=colour,
         restarts=read_restarts(folder),
