@@ -109,7 +109,7 @@ def test_layouts_and_packings_give_the_same_bits(told) -> None:
         ({"softmax_type": "off-by-one"}, {}, "softmax_type is 'off-by-one'"),
         ({"softmax_scale": -1.0}, {}, "softmax_scale is -1.0, not positive"),
         ({}, {"core_attention_bias_type": "alibi"}, "core_attention_bias_type is 'alibi'"),
-        ({"window_size": (8, 0)}, {}, r"there is a window of \(8, 0\)"),
+        ({"window_size": (8, 0)}, {}, "there is a window"),
         (
             {"attn_mask_type": "arbitrary"},
             {"attention_mask": torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)},
