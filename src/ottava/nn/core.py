@@ -445,12 +445,15 @@ class _ChainFunction(torch.autograd.Function):
             return direct.backward(ctx, dy, dtotal, _dgrad_operand)
         dnorm: Tensor | None = others[0] if chain.stages[0].return_norm else None
         *flat, fwd_scale = ctx.saved_tensors
+        if not torch.compiler.is_compiling():
+            torch_private.release_saved(ctx)  # a stage's tensors are freed when its successor's turn comes
         count, groups = len(chain.stages), chain.groups
         state = DelayedTensors(fwd_scale, None, ctx.bwd_scale, ctx.bwd_history)
         all_saved, all_needs = (
             unpack(Saved, flat, count),
             unpack(StageTensors, ctx.needs_input_grad[direct.FIRST :], count),
         )
+        flat = []
         found: list[StageGradients] = [StageGradients()] * count
         grads = [
             Gradient(part)
@@ -460,6 +463,7 @@ class _ChainFunction(torch.autograd.Function):
         for start in reversed(range(0, count, groups)):
             members = slice(start, start + groups)
             stage, saved, needs = chain.stages[start], all_saved[members], all_needs[members]
+            del all_saved[start:]
             whole = _blocks_cross_ranks(stage, grads)
             grads = [_quantize_gradient(chain, i, grad, state, whole) for i, grad in enumerate(grads, start)]
             dbias = [_bias_gradient(grad) if need.bias else None for grad, need in zip(grads, needs)]
