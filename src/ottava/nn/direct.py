@@ -23,8 +23,20 @@ from ottava import torch_private
 from ottava.kernels import tally
 from ottava.kernels.registry import plain_functions
 from ottava.nn import gradient_amax
+from ottava.nn.columnwise import quantize_again
 from ottava.nn.operand import Operand
-from ottava.nn.stage import Chain, DelayedTensors, Saved, Stage, StageTensors, count_into, grad_column, input_column
+from ottava.nn.stage import (
+    Chain,
+    DelayedTensors,
+    Saved,
+    Stage,
+    StageTensors,
+    column_of,
+    count_into,
+    grad_column,
+    input_column,
+    weight_column,
+)
 from ottava.nn.strategy import ALONE
 
 WIDTH, KEPT, STATE = (len(kind._fields) for kind in (StageTensors, Saved, DelayedTensors))
@@ -50,12 +62,13 @@ def forward(
     fwd_scale, fwd_history, bwd_scale, bwd_history = flat[-STATE:]
     ops = plain_functions(h)
     saved: list[Any] = []
-    dtypes = []
+    dtypes, sources = [], []
     slots = chain.tally
     added, total = residual, h
     for number, stage in enumerate(chain.stages):
-        gamma, beta, weight, bias, *copies = flat[WIDTH * number : WIDTH * (number + 1)]
+        gamma, beta, weight, bias, *copies, weight_source = flat[WIDTH * number : WIDTH * (number + 1)]
         row, row_scale, row_amax = copies[:3]
+        sources.append(weight_source)
         dtypes.append((weight.grad_dtype if weight.is_leaf else None) or weight.dtype)  # `gradient_dtype`
         if stage.texts is None:
             h, kept = _unquantized(ops, stage, h, added, gamma, beta, weight, bias)
@@ -89,7 +102,8 @@ def forward(
             made, amax, source = ops.quantize(h, scheme, scale, None, True, keep), None, None
         data, data_scale, transposed, transposed_scale, data_amax, transposed_amax = made
         operand: Any = (transposed, transposed_scale, transposed_amax) if keep else (None, None, amax)
-        held = copies[:3] if copies[3] is None else copies[3:]  # backward transposes where there is one copy
+        # Backward transposes where there is one copy, and makes it anew where there is a source.
+        held = copies[:3] if copies[3] is None and weight_source is None else copies[3:]
         saved += (source, gamma, beta, mean, rstd, *operand, *held)
         if stage.delayed and chain.record:
             ops.record_amax_(fwd_history, data_amax, place, 0)
@@ -97,11 +111,13 @@ def forward(
             data, data_scale, data_amax, row, row_scale, row_amax, scheme, weight_scheme, bias, h.dtype, stage.split_fprop
         )  # fmt: skip
         made = data = transposed = operand = source = None  # their memory is the next stage's
-    ctx.save_for_backward(*saved, None)  # the last: see `core`
+    # Delayed scaling writes its next scales over these: see `core`.
+    again = keep and fwd_scale is not None and any(sources)
+    ctx.save_for_backward(*saved, fwd_scale.clone() if again else None)
     # Live buffers, not saved ones: another backward may update them before this one runs.
     ctx.bwd_scale, ctx.bwd_history = bwd_scale, bwd_history
     ctx.chain, ctx.accumulators, ctx.splits, ctx.weight_dtypes = chain, accumulators, None, tuple(dtypes)
-    ctx.adds = residual is not None
+    ctx.adds, ctx.sources = residual is not None, sources
     return h if residual is None else (h, total)
 
 
@@ -143,6 +159,7 @@ def backward(
     value: Any = dy if dy.is_contiguous() else dy.contiguous()
     quantized: Any = None
     column_sum = dx = None
+    fwd_scale = kept.pop()
     for number in range(len(chain.stages) - 1, -1, -1):
         stage, at = chain.stages[number], WIDTH * number
         saved = Saved(*kept[KEPT * number : KEPT * (number + 1)])
@@ -160,7 +177,13 @@ def backward(
             found[at + BIAS] = ops.column_sum(value) if column_sum is None else column_sum
         dx = None
         if number > 0 or needs[FIRST - 1] or needs[FIRST - 2] or wanted[GAMMA] or wanted[BETA]:
-            dx = _dgrad(ops, stage, value, quantized, saved, dy.dtype, dgrad_operand)
+            weight: Any = None
+            if ctx.sources[number] is not None:
+                tally.slot = tally.ELSEWHERE  # forward has counted it
+                scale = column_of(fwd_scale, weight_column(number)) if stage.delayed else None
+                weight = quantize_again(ctx.sources[number], ops, stage.texts.weight, scale, saved.weight_amax)  # type: ignore[union-attr]
+            dx = _dgrad(ops, stage, value, quantized, saved, dy.dtype, weight, dgrad_operand)
+            weight = None
         if quantized is not None:
             quantized = (None, None, *quantized[2:])  # the rowwise copy was dgrad's
         if wanted[WEIGHT]:
@@ -201,11 +224,14 @@ def _columnwise_weight(ops: Any, stage: Stage, saved: Saved) -> tuple[Any, Any, 
 
 
 def _dgrad(
-    ops: Any, stage: Stage, dy: Any, quantized: Any, saved: Saved, dtype: torch.dtype,
+    ops: Any, stage: Stage, dy: Any, quantized: Any, saved: Saved, dtype: torch.dtype, made: Any,
     dgrad_operand: Callable[[Stage, Saved, torch.dtype], Operand],
 ) -> Tensor:  # fmt: skip
-    """The gradient of the stage's operand [M, K]. dy: that of its output, `quantized` if the stage is."""
-    if stage.texts is None or type(saved.weight_data) is not Tensor:
+    """The gradient of the stage's operand [M, K]. dy: that of its output, `quantized` if the stage is. made: (data, scale_inv, amax) of the
+    weight's side, if it is not saved."""
+    if made is not None:
+        data, scale_inv, weight_amax = made
+    elif stage.texts is None or type(saved.weight_data) is not Tensor:
         data, scale_inv, weight_amax = dgrad_operand(stage, saved, dtype)[:3]
     else:
         data, scale_inv, weight_amax = _columnwise_weight(ops, stage, saved)
