@@ -63,7 +63,7 @@ def forward(
     ops = plain_functions(h)
     saved: list[Any] = []
     dtypes, sources = [], []
-    slots = chain.tally
+    slots, redoes = chain.tally, False
     added, total = residual, h
     for number, stage in enumerate(chain.stages):
         gamma, beta, weight, bias, *copies, weight_source = flat[WIDTH * number : WIDTH * (number + 1)]
@@ -84,8 +84,10 @@ def forward(
             scale = fwd_scale[place : place + 1]
         if slots:
             tally.slot = slots + 3 * number
+        # The copy of an activation's output: the kernel of its backward makes it on the way, from what is kept anyway.
+        column = keep and (stage.activation is None or number == 0)
         if stage.norm is not None:
-            norm, amax = stage.norm, None
+            norm = stage.norm
             wants_amax = scale is None and stage.input.per_tensor  # type: ignore[union-attr]
             settings = (gamma, beta, norm.kind, norm.eps, norm.zero_centered, wants_amax)
             if added is None:
@@ -94,14 +96,17 @@ def forward(
                 h, mean, rstd, found = ops.norm_add_stats(h, added, *settings)
                 total, added = h, None
             amax = found if wants_amax else None
-            made = ops.norm_quantize(h, gamma, beta, mean, rstd, norm.zero_centered, scheme, scale, amax, True, keep)
+            made = ops.norm_quantize(h, gamma, beta, mean, rstd, norm.zero_centered, scheme, scale, amax, True, column)
             source = h
         elif stage.activation is not None:
-            made, amax, source = ops.activation_quantize(h, stage.activation, scheme, scale, None, True, keep), None, h
+            made, source = ops.activation_quantize(h, stage.activation, scheme, scale, None, True, column), h
         else:
-            made, amax, source = ops.quantize(h, scheme, scale, None, True, keep), None, None
+            made, source = ops.quantize(h, scheme, scale, None, True, column), None
         data, data_scale, transposed, transposed_scale, data_amax, transposed_amax = made
-        operand: Any = (transposed, transposed_scale, transposed_amax) if keep else (None, None, amax)
+        operand: Any = (transposed, transposed_scale, transposed_amax)
+        if not column:
+            redoes = redoes or keep
+            operand = (None, None, data_amax if scale is None and stage.input.per_tensor else None)  # type: ignore[union-attr]
         # Backward transposes where there is one copy, and makes it anew where there is a source.
         held = copies[:3] if copies[3] is None and weight_source is None else copies[3:]
         saved += (source, gamma, beta, mean, rstd, *operand, *held)
@@ -112,8 +117,8 @@ def forward(
         )  # fmt: skip
         made = data = transposed = operand = source = None  # their memory is the next stage's
     # Delayed scaling writes its next scales over these: see `core`.
-    again = keep and fwd_scale is not None and any(sources)
-    ctx.save_for_backward(*saved, fwd_scale.clone() if again else None)
+    redoes = keep and fwd_scale is not None and (redoes or any(sources))
+    ctx.save_for_backward(*saved, fwd_scale.clone() if redoes else None)
     # Live buffers, not saved ones: another backward may update them before this one runs.
     ctx.bwd_scale, ctx.bwd_history = bwd_scale, bwd_history
     ctx.chain, ctx.accumulators, ctx.splits, ctx.weight_dtypes = chain, accumulators, None, tuple(dtypes)
@@ -186,32 +191,56 @@ def backward(
             weight = None
         if quantized is not None:
             quantized = (None, None, *quantized[2:])  # the rowwise copy was dgrad's
+        through = None
+        if stage.activation is not None and number > 0 and stage.texts is not None:
+            needs_bias = bool(needs[FIRST + at - WIDTH + BIAS])
+            through, saved = _through_activation(ctx, ops, number, dx, saved, fwd_scale, wanted[WEIGHT], needs_bias)
+            dx = None
         if wanted[WEIGHT]:
             add = None if ctx.accumulators is None else ctx.accumulators[number]
             dweight = _wgrad(
                 ops, stage, value, quantized, saved, ctx.weight_dtypes[number] if add is None else torch.float32
             )
             found[at + WEIGHT] = dweight if add is None else add(dweight)
-        if dx is None:
-            break
         saved = saved._replace(data=None, weight_data=None)
         value = quantized = column_sum = None
-        if stage.norm is not None:
+        if through is not None:
+            *quantized, column_sum = through
+            through = None
+        elif dx is None:
+            break
+        elif stage.norm is not None:
             value = dx = _through_norm(ops, stage, saved, dx, dtotal if number == 0 else None, found, at)
-        elif stage.activation is not None and (number == 0 or stage.texts is None):
-            value = dx = ops.activation_backward(dx, saved.h, stage.activation)
         elif stage.activation is not None:
-            before, needs_bias = chain.stages[number - 1], bool(needs[FIRST + at - WIDTH + BIAS])
-            scale = _scale(ctx, number - 1)
-            if chain.tally:
-                count_into(chain, number - 1, 2)
-            *quantized, sums = ops.activation_backward_quantize(
-                dx, saved.h, stage.activation, before.texts.fused_grad, scale, None, True, True, needs_bias
-            )
-            column_sum = sums if needs_bias else None
+            value = dx = ops.activation_backward(dx, saved.h, stage.activation)
         else:
             value = dx
     return *(None,) * (FIRST - 2), None if dtotal is None else dx, dx, *found, *(None,) * STATE
+
+
+def _through_activation(
+    ctx: Any, ops: Any, number: int, dgrad: Any, saved: Saved, fwd_scale: Tensor | None, needs_output: bool, needs_bias: bool
+) -> tuple[tuple[Any, ...], Saved]:  # fmt: skip
+    """((the gradient of the input of the activation of stage `number`, quantized for the stage before, its column sum if needed), what is
+    left of `saved`). dgrad: the gradient of the activation's output.
+
+    needs_output: wgrad needs the columnwise copy of that output. If it is not saved it is made here, and `saved` has it then.
+    """
+    chain = ctx.chain
+    stage, before = chain.stages[number], chain.stages[number - 1]
+    if chain.tally:
+        count_into(chain, number - 1, 2)
+    gradient = (before.texts.fused_grad, _scale(ctx, number - 1), None, True, True, needs_bias)
+    if saved.data is not None or not needs_output:
+        *quantized, sums = ops.activation_backward_quantize(dgrad, saved.h, stage.activation, *gradient)
+        saved = saved._replace(h=None)
+    else:
+        scale = column_of(fwd_scale, input_column(number)) if stage.delayed else None
+        *quantized, sums, data, scale_inv, amax = ops.activation_backward_with_output(
+            dgrad, saved.h, stage.activation, *gradient, stage.texts.input, scale, saved.amax
+        )
+        saved = saved._replace(h=None, data=data, scale_inv=scale_inv, amax=amax)
+    return (*quantized, sums if needs_bias else None), saved
 
 
 def _columnwise_weight(ops: Any, stage: Stage, saved: Saved) -> tuple[Any, Any, Any]:
