@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-import ottava  # noqa: F401
+import ottava
+from gpu.test_kernels import assert_same, on_gpu, values
 from ottava.bench.layer import RECIPES, Layers, _step
 from ottava.bench.shape_of_layers import Shape
 from ottava.kernels import activation
-from test_kernels import assert_same, on_gpu, values  # of this folder
 
 pytestmark = pytest.mark.gpu
 
