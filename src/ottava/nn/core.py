@@ -141,6 +141,8 @@ def _make_quantized(
         q = _quantize(norm_out, stage.input, scale, amax, True, column)
     else:
         q = _produce_quantized(stage, source, scale, amax, True, column)
+    if amax is None and stage.input.per_tensor and not stage.delayed:
+        amax = q.rowwise_amax  # found on the way: what is made again need not look for it
     operand: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, amax)
     if column:
         operand = (q.columnwise_data, q.columnwise_scale_inv, q.columnwise_amax)

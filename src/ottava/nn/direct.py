@@ -1,7 +1,7 @@
 """The loops of `core` for the common case, written straight: what a call costs the host is Python, one function after the other.
 
 [Note: direct chains] A chain is direct if nothing happens around its products: one rank, one group of rows, quantized both ways or not
-at all, nothing recomputed or returned beside the output (`direct`). The ops are those of `core`, with the same arguments in the same
+at all, nothing returned beside the output (`direct`). The ops are those of `core`, with the same arguments in the same
 order, and so are the tensors kept for backward: either loop can follow the other. `tests/nn/test_direct.py` compares their bits for
 every recipe.
 
@@ -13,7 +13,7 @@ kept), every name here gives up what its last reader has read, and nothing is ma
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +49,6 @@ def direct(stages: tuple[Stage, ...], groups: int) -> bool:
     return groups == 1 and all(
         stage.strategy is ALONE
         and (stage.backward == "quantized" or stage.input is None)
-        and not stage.recompute
         and not stage.return_norm
         for stage in stages
     )
@@ -85,7 +84,7 @@ def forward(
         if slots:
             tally.slot = slots + 3 * number
         # The copy of an activation's output: the kernel of its backward makes it on the way, from what is kept anyway.
-        column = keep and (stage.activation is None or number == 0)
+        column = keep and not stage.recompute and (stage.activation is None or number == 0)
         if stage.norm is not None:
             norm = stage.norm
             wants_amax = scale is None and stage.input.per_tensor  # type: ignore[union-attr]
@@ -101,7 +100,7 @@ def forward(
         elif stage.activation is not None:
             made, source = ops.activation_quantize(h, stage.activation, scheme, scale, None, True, column), h
         else:
-            made, source = ops.quantize(h, scheme, scale, None, True, column), None
+            made, source = ops.quantize(h, scheme, scale, None, True, column), h if stage.recompute else None
         data, data_scale, transposed, transposed_scale, data_amax, transposed_amax = made
         operand: Any = (transposed, transposed_scale, transposed_amax)
         if not column:
@@ -144,7 +143,8 @@ def _unquantized(
     elif stage.activation is not None:
         operand, source = ops.activation(h, stage.activation), h
     out = _multiplier(ops, "mm", weight)(operand, weight, bias, h.dtype, 1)
-    return out, (source, gamma, beta, mean, rstd, operand, None, None, weight, None, None)
+    kept = (h, None) if stage.recompute else (source, operand)
+    return out, (kept[0], gamma, beta, mean, rstd, kept[1], None, None, weight, None, None)
 
 
 def _multiplier(ops: Any, name: str, weight: Tensor) -> Any:
@@ -190,13 +190,15 @@ def backward(
             dx = _dgrad(ops, stage, value, quantized, saved, dy.dtype, weight, dgrad_operand)
             weight = None
         if quantized is not None:
-            quantized = (None, None, *quantized[2:])  # the rowwise copy was dgrad's
+            quantized = _columns(ops, stage, quantized)  # the rowwise copy was dgrad's
         through = None
         if stage.activation is not None and number > 0 and stage.texts is not None:
             needs_bias = bool(needs[FIRST + at - WIDTH + BIAS])
             through, saved = _through_activation(ctx, ops, number, dx, saved, fwd_scale, wanted[WEIGHT], needs_bias)
             dx = None
         if wanted[WEIGHT]:
+            if saved.data is None:
+                saved = _operand_again(ops, stage, saved, fwd_scale, number)
             add = None if ctx.accumulators is None else ctx.accumulators[number]
             dweight = _wgrad(
                 ops, stage, value, quantized, saved, ctx.weight_dtypes[number] if add is None else torch.float32
@@ -230,7 +232,9 @@ def _through_activation(
     stage, before = chain.stages[number], chain.stages[number - 1]
     if chain.tally:
         count_into(chain, number - 1, 2)
-    gradient = (before.texts.fused_grad, _scale(ctx, number - 1), None, True, True, needs_bias)
+    # Where memory is what counts: the rowwise copy alone, which is transposed when what stands here now is gone.
+    both = not (before.recompute and before.fused_grad.transposable)
+    gradient = (before.texts.fused_grad, _scale(ctx, number - 1), None, True, both, needs_bias)
     if saved.data is not None or not needs_output:
         *quantized, sums = ops.activation_backward_quantize(dgrad, saved.h, stage.activation, *gradient)
         saved = saved._replace(h=None)
@@ -240,7 +244,40 @@ def _through_activation(
             dgrad, saved.h, stage.activation, *gradient, stage.texts.input, scale, saved.amax
         )
         saved = saved._replace(h=None, data=data, scale_inv=scale_inv, amax=amax)
+    if not both:
+        quantized[2] = None
     return (*quantized, sums if needs_bias else None), saved
+
+
+def _columns(ops: Any, stage: Stage, quantized: Sequence[Any]) -> tuple[Any, ...]:
+    """What is left of a quantized gradient [M, N] when dgrad has been multiplied: the columnwise copy, which is made if there is none."""
+    row, row_scale, column, column_scale, *amax = quantized
+    if column is None:
+        column, column_scale = ops.transpose(row, stage.texts.fused_grad), row_scale  # type: ignore[union-attr]
+    return None, None, column, column_scale, *amax
+
+
+def _operand_again(ops: Any, stage: Stage, saved: Saved, fwd_scale: Tensor | None, number: int) -> Saved:
+    """`saved` with the input's side of wgrad, which is made from the stage's input as forward made it."""
+    norm = stage.norm
+    statistics = (saved.gamma, saved.beta, saved.mean, saved.rstd)
+    if stage.texts is None:
+        data = saved.h
+        if norm is not None:
+            data = ops.norm_apply(saved.h, *statistics, norm.zero_centered, saved.h.dtype)  # type: ignore[union-attr]
+        elif stage.activation is not None:
+            data = ops.activation(saved.h, stage.activation)
+        return saved._replace(data=data)
+    tally.slot = tally.ELSEWHERE  # forward has counted it
+    scale = column_of(fwd_scale, input_column(number)) if stage.delayed else None
+    how = (stage.texts.input, scale, saved.amax, False, True)
+    if norm is not None:
+        made = ops.norm_quantize(saved.h, *statistics, norm.zero_centered, *how)
+    elif stage.activation is not None:
+        made = ops.activation_quantize(saved.h, stage.activation, *how)
+    else:
+        made = ops.quantize(saved.h, *how)
+    return saved._replace(data=made[2], scale_inv=made[3], amax=made[5])
 
 
 def _columnwise_weight(ops: Any, stage: Stage, saved: Saved) -> tuple[Any, Any, Any]:
