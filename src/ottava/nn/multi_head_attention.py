@@ -328,6 +328,10 @@ class MultiheadAttention(torch.nn.Module):
         )
         if layout != self.qkv_format:
             context = context.transpose(0, 1)
+        # Attention keeps its output for backward: not if it is computed again, nor if what comes here is a copy of it.
+        kept = not checkpoint_core_attention and layout == self.qkv_format != "thd"
+        if self.proj.input_is_kept is not kept:
+            self.proj.input_is_kept = kept
         projected = self.proj(context, is_first_microbatch=is_first_microbatch)
         result = projected if self.return_bias else (projected,)
         result = (*result, *normed)
