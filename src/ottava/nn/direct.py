@@ -47,9 +47,7 @@ GAMMA, BETA, WEIGHT, BIAS = (StageTensors._fields.index(name) for name in ("gamm
 def direct(stages: tuple[Stage, ...], groups: int) -> bool:
     """See [Note: direct chains]; of a chain that neither calibrates nor is traced by a compiler."""
     return groups == 1 and all(
-        stage.strategy is ALONE
-        and (stage.backward == "quantized" or stage.input is None)
-        and not stage.return_norm
+        stage.strategy is ALONE and (stage.backward == "quantized" or stage.input is None) and not stage.return_norm
         for stage in stages
     )
 
@@ -77,6 +75,7 @@ def forward(
             continue
         scheme, weight_scheme, _, _ = stage.texts
         scale = mean = rstd = None
+        source: Any = None
         place = 0
         if stage.delayed:
             place = input_column(number) if number else 0
@@ -226,18 +225,19 @@ def _through_activation(
     """((the gradient of the input of the activation of stage `number`, quantized for the stage before, its column sum if needed), what is
     left of `saved`). dgrad: the gradient of the activation's output.
 
-    needs_output: wgrad needs the columnwise copy of that output. If it is not saved it is made here, and `saved` has it then.
+    needs_output: wgrad needs the columnwise copy of that output. If it is not saved it is made here, and `saved` has it then; or later
+    (`_operand_again`), and `saved` has still what it is made from.
     """
     chain = ctx.chain
     stage, before = chain.stages[number], chain.stages[number - 1]
     if chain.tally:
         count_into(chain, number - 1, 2)
-    # Where memory is what counts: the rowwise copy alone, which is transposed when what stands here now is gone.
+    # Where memory is what counts the output's copy is made when `dgrad` is gone, and the gradient's rowwise copy transposed, if it can be.
     both = not (before.recompute and before.fused_grad.transposable)
     gradient = (before.texts.fused_grad, _scale(ctx, number - 1), None, True, both, needs_bias)
-    if saved.data is not None or not needs_output:
+    if saved.data is not None or not needs_output or stage.recompute:
         *quantized, sums = ops.activation_backward_quantize(dgrad, saved.h, stage.activation, *gradient)
-        saved = saved._replace(h=None)
+        saved = saved if needs_output and saved.data is None else saved._replace(h=None)
     else:
         scale = column_of(fwd_scale, input_column(number)) if stage.delayed else None
         *quantized, sums, data, scale_inv, amax = ops.activation_backward_with_output(
