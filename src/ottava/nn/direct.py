@@ -1,9 +1,9 @@
 """The loops of `core` for the common case, written straight: what a call costs the host is Python, one function after the other.
 
 [Note: direct chains] A chain is direct if nothing happens around its products: one rank, one group of rows, quantized both ways or not
-at all, nothing returned beside the output (`direct`). The ops are those of `core`, with the same arguments in the same
-order, and so are the tensors kept for backward: either loop can follow the other. `tests/nn/test_direct.py` compares their bits for
-every recipe.
+at all, nothing returned beside the output (`direct`). The ops are those of `core`, or one that does in one kernel what two of them do, and
+either loop can follow the other: what one does not keep for backward the other can make again. `tests/nn/test_direct.py` compares their
+bits for every recipe.
 
 [Note: what stands at the peak] Memory is highest in the backward of the last layer, when the activations of all layers are there. What
 a stage works with comes on top: for a SwiGLU of 8192 tokens and 14336 features 0.2 GiB of its output's gradient and 0.4 of its input's,
