@@ -1,12 +1,14 @@
-"""Does a recipe train as well as no quantization? The same job, data and order of samples, once for each; validation losses compared.
+"""Does a recipe train as well as no quantization, and small moments as well as float32 ones? The same job, data and order of samples,
+once for each; validation losses compared.
 
     python benchmarks/convergence.py                                         # the default job, every recipe: CPU, about 15 minutes
     python benchmarks/convergence.py --config examples/train_160m.toml --sources --bar 0.005 \
         --recipes none DelayedScaling Float8CurrentScaling Float8BlockScaling # an H200, about 13 minutes
+    python benchmarks/convergence.py --moments float32 bfloat16 float8 --bar 0.005 --precision.recipe=DelayedScaling
 
-Each run is an `ottava train` of its own and is kept (and not repeated) under --runs; one report shows all of them. Exit code 1 if a
-recipe's last validation loss is above that of "none" by more than the bar. --json collects the curves; with --keep runs from an
-earlier call on the same machine and job stay in the file.
+Each run is an `ottava train` of its own and is kept (and not repeated) under --runs; one report shows all of them. Exit code 1 if the last
+validation loss of a run is above that of "none" (of the first kind of moments) by more than the bar. --json collects the curves; with
+--keep runs from an earlier call on the same machine and job stay in the file.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from ottava.train.tokenize import tokenize
 RECIPES = [
     "none", "DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling",
 ]  # fmt: skip
+MOMENTS = ["float32", "bfloat16", "float8"]
 
 
 def sources(output: Path) -> Path:
@@ -50,13 +53,16 @@ def _is_text(path: Path) -> bool:
     return True
 
 
-def train(recipe: str, options: argparse.Namespace, extra: list[str]) -> dict[str, Any]:
-    """One run, and what came of it."""
-    folder = options.runs / recipe
+def train(name: str, options: argparse.Namespace, extra: list[str]) -> dict[str, Any]:
+    """One run, of a recipe or a kind of moments, and what came of it."""
+    folder = options.runs / name
     command = [sys.executable, "-m", "ottava", "train", *options.config, f"--train.run={folder}"]
     if options.sources:
         command.append(f"--data.files={sources(options.runs / 'sources.tokens')}")
-    command += [f"--precision.recipe={recipe}", *extra]
+    if options.moments:
+        command += ["--optimizer.name=fused_adam", f"--optimizer.moments={name}", *extra]
+    else:
+        command += [f"--precision.recipe={name}", *extra]
     print(" ".join(command[1:]), flush=True)
     subprocess.run(command, check=True)
     lines = list(read_metrics(folder / "metrics.jsonl"))
@@ -78,13 +84,13 @@ def _median(values: list[float]) -> float | None:
 def compare(runs: dict[str, Any], bar: float) -> bool:
     """Prints a table of the last validation losses; whether all are within the bar."""
     good = True
-    base = runs["none"]["validation"][-1][1]
-    print(f"\n{'recipe':24}{'validation':>12}{'gap':>9}{'tokens/s':>12}{'MFU':>7}")
-    for recipe, run in runs.items():
+    base = runs.get("none", next(iter(runs.values())))["validation"][-1][1]
+    print(f"\n{'':24}{'validation':>12}{'gap':>9}{'tokens/s':>12}{'MFU':>7}")
+    for name, run in runs.items():
         loss = run["validation"][-1][1]
         gap = run["gap"] = loss / base - 1
         mfu = "" if run["mfu"] is None else f"{run['mfu']:.3f}"
-        print(f"{recipe:24}{loss:12.4f}{gap:+9.2%}{run['tokens_per_s']:12,.0f}{mfu:>7}")
+        print(f"{name:24}{loss:12.4f}{gap:+9.2%}{run['tokens_per_s']:12,.0f}{mfu:>7}")
         good &= gap <= bar
     print(f"\nlargest gap allowed: {bar:.2%}: {'kept' if good else 'NOT KEPT'}")
     return good
@@ -97,6 +103,7 @@ def main() -> None:
         "--config", nargs="*", default=[], metavar="CONFIG", help="of `ottava train` (default: its own)"
     )
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES, help="default: all")
+    parser.add_argument("--moments", nargs="+", choices=MOMENTS, help="compare these instead, of FusedAdam")
     parser.add_argument("--sources", action="store_true", help="read all Python sources of this machine")
     parser.add_argument("--bar", type=float, default=0.01, help="largest gap, as a fraction (default: 0.01)")
     parser.add_argument("--runs", type=Path, default=Path("runs/convergence"), help="folder for the runs")
@@ -108,8 +115,9 @@ def main() -> None:
     runs: dict[str, Any] = {}
     if options.keep and options.json and options.json.is_file():
         runs = json.loads(options.json.read_text(encoding="utf-8"))["runs"]
-    for recipe in options.recipes:
-        runs[recipe] = train(recipe, options, extra) | {
+    names = options.moments or options.recipes
+    for name in names:
+        runs[name] = train(name, options, extra) | {
             "command": command,
             "device": device,
             "torch": torch.__version__,
@@ -120,7 +128,7 @@ def main() -> None:
     good = compare(runs, options.bar)
     if options.json:
         options.json.write_text(json.dumps({"bar": options.bar, "runs": runs}, indent=1) + "\n", encoding="utf-8")
-    print(write_report([options.runs / recipe for recipe in options.recipes], options.runs / "report.html"))
+    print(write_report([options.runs / name for name in names], options.runs / "report.html"))
     sys.exit(0 if good else 1)
 
 

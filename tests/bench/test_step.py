@@ -75,10 +75,27 @@ def test_the_plain_model_with_our_weights_has_our_loss(tied: bool) -> None:
     ours, plain = Llama(config, device="cpu"), PlainLlama(config, "cpu")
     copy_weights(ours, plain)
     tokens = torch.randint(64, (2, 17))
+    documents = torch.tensor([[0] * 5 + [1] * 11, [0] * 2 + [1] * 8 + [2] * 6])
     with torch.no_grad():
         expected, found = (model(tokens[:, :-1], tokens[:, 1:]) for model in (ours, plain))
+        apart = ours(tokens[:, :-1], tokens[:, 1:], documents), plain(tokens[:, :-1], tokens[:, 1:], documents)
     assert float(found) == pytest.approx(float(expected), rel=1e-5)
+    assert float(apart[0]) == pytest.approx(float(apart[1]), rel=1e-5)
+    assert float(apart[0]) != pytest.approx(float(found), rel=2e-5)
     assert sum(p.numel() for p in plain.parameters()) == ours.num_parameters()
+
+
+def test_a_contender_that_keeps_documents_apart_is_held_against_a_plain_model_that_does(
+    tmp_path, capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr("ottava.bench.step.DOCUMENT", 8)
+    words = ["--contenders", "bf16", "--ours", "packed:precision.recipe=none,data.document_mask=true"]
+    quick = ["--steps", "1", "--warmup", "1", "--visits", "1", "--output", str(tmp_path / "step.json")]
+    assert main(["bench", "step", "--shape", "tiny", *words, *quick]) == 0
+    results = json.loads((tmp_path / "step.json").read_text())["results"]
+    assert all(results[name]["differences"]["grad_norm"] < 1e-3 for name in ("bf16", "packed"))
+    assert results["packed"]["losses"] != results["bf16"]["losses"]
+    assert "plain model, documents apart: losses" in capsys.readouterr().out
 
 
 def test_a_contender_with_other_losses_is_wrong() -> None:

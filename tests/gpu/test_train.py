@@ -41,9 +41,10 @@ def test_mfu_is_flops_over_time_over_peak(recipe: str, tmp_path) -> None:
     attention = 3 * config.model.layers * 2 * 2 * config.model.hidden_size * pairs
     best = layers / (BF16 if recipe == "none" else FP8) + (head + attention) / BF16  # seconds a token
     tokens = config.train.global_batch * config.data.length
-    expected = best * tokens / statistics.median(seconds[WARMUP:])
     found = [line["mfu"] for line in read_metrics(tmp_path / "metrics.jsonl")]
-    assert statistics.median(found[WARMUP:]) == pytest.approx(expected, rel=0.01)
+    # Step by step: somebody else on the GPU makes some steps longer, in both measures. The last one has no line yet.
+    ratios = [mfu / (best * tokens / s) for mfu, s in zip(found, seconds)]
+    assert statistics.median(ratios[WARMUP:]) == pytest.approx(1.0, rel=0.01)
 
 
 def _timed(loop: Loop) -> float:

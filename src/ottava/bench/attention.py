@@ -62,6 +62,8 @@ def peers() -> dict[str, SDPBackend]:
 
 def packed(name: str, documents: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Attention within documents [b, s] by backend: "flash", "flash4", or "triton" and "fp8", which take bounds in place of lengths."""
+    if name == "flash4" and attention_backend.flash4() is None:
+        raise ValueError("needs the package flash-attn-4: pip install 'ottava[flash]'.")
     starts, ends = document_bounds(documents)
     known = PackedDocuments(documents.cpu(), documents.device)
     assert known.cu_seqlens is not None and known.longest is not None

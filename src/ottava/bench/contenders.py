@@ -212,8 +212,12 @@ def plain_step(
 
     def step() -> Outcome:
         batch = next(tokens)
-        with best_attention(device):  # backward too, where layers are recomputed
-            loss = model(batch.tokens, batch.targets)
+        if batch.documents is None:
+            with best_attention(device):  # backward too, where layers are recomputed
+                loss = model(batch.tokens, batch.targets)
+                loss.backward()
+        else:
+            loss = model(batch.tokens, batch.targets, batch.documents.to(device))
             loss.backward()
         norm: Any = nn.utils.clip_grad_norm_(parameters, section.clip)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm

@@ -41,13 +41,13 @@ class Block(nn.Module):
         self.up_proj = _linear(hidden, ffn, device)
         self.down_proj = _linear(ffn, hidden, device)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [b, s, hidden]; cos, sin [s, 1, d]."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None = None) -> Tensor:
+        """x [b, s, hidden]; cos, sin [s, 1, d]; seen [b, 1, s, s]: which keys a query sees, if not all before it."""
         h = self.input_layernorm(x)
         q, k, v = (part(h).unflatten(-1, (-1, self.channels)) for part in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # [b, heads, s, d]
-        context = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        context = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, enable_gqa=True)
         x = x + self.o_proj(context.transpose(1, 2).flatten(2))
         h = self.post_attention_layernorm(x)
         return x + self.down_proj(F.silu(self.gate_proj(h)) * self.up_proj(h))
@@ -85,15 +85,16 @@ class PlainLlama(nn.Module):
         both = torch.cat([angle, angle], dim=-1)[:, None]
         return both.cos(), both.sin()
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss."""
+    def forward(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
+        """The mean loss. documents [b, s]: tokens see their own document only (angles between them are the same wherever it begins)."""
         cos, sin = self.angles(tokens.shape[1], tokens.device)
+        seen = None if documents is None else (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
         x = self.embed_tokens(tokens)
         for layer in self.layers:
             if self.recompute:
-                x = torch.utils.checkpoint.checkpoint(layer, x, cos, sin, use_reentrant=False)
+                x = torch.utils.checkpoint.checkpoint(layer, x, cos, sin, seen, use_reentrant=False)
             else:
-                x = layer(x, cos, sin)
+                x = layer(x, cos, sin, seen)
         return self.loss(self.lm_head(self.norm(x)), targets)
 
 

@@ -14,6 +14,7 @@ import math
 import sys
 import tempfile
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from ottava.bench.options import count
 from ottava.bench.peers import Unavailable
 from ottava.bench.shapes import Workload, train_config, workloads
 from ottava.models import LlamaConfig
+from ottava.train.config import Config
 from ottava.train.flops import Bound, device_peak
 from ottava.train.listen import LOOPBACK, serve_store
 from ottava.train.override import override
@@ -115,6 +117,10 @@ class Entry:
         self.quantized: str | None = None
         self.failed: str | None = None
         self.wrong = False
+
+    def keeps_documents_apart(self, config: Config) -> bool:
+        """Whether tokens see their own document only. A peer does what the configuration of all says."""
+        return (config if self.overrides is None else override(config, self.overrides)).data.document_mask
 
     def visit(self, setting: Setting, options: argparse.Namespace, expected: list[Outcome], last: bool) -> None:
         """Builds it, checks it, times it and takes it away again. A failure is kept as its reason."""
@@ -274,15 +280,15 @@ def measure(entries: list[Entry], setting: Setting, options: argparse.Namespace)
     config = setting.config
     shape = config.model.shape(0, config.data.length)
     assert isinstance(shape, LlamaConfig)
-    expected = reference(setting, setting.workload.reference_steps)
-    print(f"plain model: losses {', '.join(f'{float(o.loss):.4f}' for o in expected)}", flush=True)
-    _collect()
+    expected = _references(entries, setting)
     for visit in range(options.visits):
         for entry in entries if visit % 2 == 0 else entries[::-1]:
             if entry.failed is not None:
                 continue
             before = torch.cuda.memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
-            entry.visit(setting, options, expected, last=visit == options.visits - 1)
+            entry.visit(
+                setting, options, expected[entry.keeps_documents_apart(config)], last=visit == options.visits - 1
+            )
             if torch.cuda.is_available():
                 entry.figures["allocated_before_gib"] = before  # what others have left behind: should be about 0
             _collect()
@@ -296,6 +302,18 @@ def measure(entries: list[Entry], setting: Setting, options: argparse.Namespace)
             row["overrides"] = entry.overrides
     _add_ratios(results)
     return results
+
+
+def _references(entries: list[Entry], setting: Setting) -> dict[bool, list[Outcome]]:
+    """What the plain model does, by whether it keeps documents apart: as far as a contender does."""
+    expected = {}
+    for apart in sorted({entry.keeps_documents_apart(setting.config) for entry in entries}):
+        documents = override(setting.config, f"data.document_mask={str(apart).lower()}")
+        expected[apart] = reference(replace(setting, config=documents), setting.workload.reference_steps)
+        losses = ", ".join(f"{float(outcome.loss):.4f}" for outcome in expected[apart])
+        print(f"plain model{', documents apart' if apart else ''}: losses {losses}", flush=True)
+        _collect()
+    return expected
 
 
 def _add_ratios(results: dict[str, dict[str, Any]]) -> None:

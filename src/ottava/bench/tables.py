@@ -99,7 +99,7 @@ def attention(document: dict[str, Any]) -> str:
             continue
         rate = f"{row['forward_tflops']:.0f} and {row['backward_tflops']:.0f}"
         rows.append([name, f"{row['forward_ms']:.3f}", f"{row['backward_ms']:.3f}", rate])
-    return _markdown(["backend", "forward ms", "backward ms", "TFLOP/s"], rows)
+    return _markdown(["backend", "forward ms", "backward ms", "TFLOP/s of the causal square"], rows)
 
 
 def chaos(document: dict[str, Any]) -> str:

@@ -57,11 +57,12 @@ def _amax_kernel(
         bound = _silu_bound(gate)
         if GATED:
             bound = bound * tl.abs(up)
-    # A NaN is passed over by max. That of an infinite gate's bound may hide a value which is not one.
-    largest = tl.load(
-        amax_ptr, cache_modifier=".cg"
-    )  # as other programs have left it: not what this processor saw before
-    if (tl.max(bound) > largest) | (tl.max(tl.abs(gate)) == float("inf")):
+    # As other programs have left it, not what this processor saw before. Warps read it one after the other, and it rises meanwhile: what
+    # they do has to follow from something that all of them have, since there is a reduction over the warps in the branch.
+    largest = tl.load(amax_ptr, cache_modifier=".cg")
+    # A NaN is above nothing. That of an infinite gate's bound may hide a value which is not one.
+    above = (bound > largest) | (tl.abs(gate) == float("inf"))
+    if tl.max(above.to(tl.int32)) > 0:
         if BACKWARD:
             value = dy * derivative(gate, ACT)
             if GATED:

@@ -33,7 +33,7 @@ FLASH4_CHANNELS = (64, 128)
 FLASH4_QUERIES = 2048
 """Queries from which flash4 is chosen for dense attention: shorter ones were not measured."""
 
-FP8_FASTER_FROM: dict[tuple[str, int], int | None] = {}
+FP8_FASTER_FROM: dict[tuple[str, int], int | None] = {("dense", 128): None, ("packed", 128): None}
 """By kind ("dense", "packed") and channels of a head: the queries of a row from which FP8 attention, forward and backward together, took
 less time than the fastest bf16 kernel on an H200 (`ottava bench attention`); None: at no size. Not in it: not measured."""
 

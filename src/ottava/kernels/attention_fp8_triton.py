@@ -133,7 +133,7 @@ def _attention_encode_kernel(
     head = head.to(tl.int64)
     scale = _scale_of(tl.load(amax + kind), PEAK, EPSILON, POWER_OF_TWO, INF_VALUE)
     if (head == 0) & (batch == 0) & (first == 0):
-        tl.store(scale_inv + kind, _reciprocal(scale))
+        tl.store(scale_inv + kind, _reciprocal(scale, POWER_OF_TWO))
     if kind == 0:
         value = _rows(q, batch, head, first, queries, q_batch, q_head, q_step, 1, TOKENS, dim)
         _store_rows(q_bytes, value, scale, batch, head, first, heads, q_rows, TOKENS, dim)

@@ -241,15 +241,15 @@ _KERNEL = Launcher(tile_kernel)
 _TILES: dict[Any, tuple[tuple[int, int], int]] = {
     "tensor": ((64, 128), 8),
     ("tensor", "activation"): ((32, 128), 4),
-    ("tensor", "activation_backward"): ((32, 128), 4),
+    ("tensor", "activation_backward"): ((32, 128), 8),
     # Not timed yet: the smallest number of warps with which registers suffice and leave room for 16 warps on a processor.
     ("tensor", "activation_backward_with_output"): ((32, 128), 8),
     ("mx", "activation_backward_with_output"): ((64, 128), 8),
     "block1d": ((128, 128), 8),
     ("block1d", "activation_backward_with_output"): ((128, 128), 16),
-    ("block1d", "identity"): ((128, 128), 4),
     "block2d": ((128, 128), 16),
     ("block2d", "identity"): ((128, 128), 8),
+    ("block2d", "activation"): ((128, 128), 8),
     "mx": ((64, 128), 4),
     "values": ((32, 128), 4),
 }

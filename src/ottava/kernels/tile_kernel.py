@@ -31,10 +31,12 @@ def _not_finite(v):
 
 @triton.jit
 def _count(bad_ptr, even, odd):
-    """*bad_ptr += how many numbers of the two halves are not finite."""
-    count = tl.sum(_not_finite(even) + _not_finite(odd))
-    if count > 0:
-        tl.atomic_add(bad_ptr, count)
+    """*bad_ptr += how many numbers of the two halves are not finite. x - x is NaN for these and 0 for others, and additions are twice as
+    fast as the integer operations that count. There is no reduction in the branch: it would want a barrier there."""
+    probe = tl.sum((even - even) + (odd - odd))
+    if probe != probe:
+        count = _not_finite(even) + _not_finite(odd)
+        tl.atomic_add(bad_ptr + count * 0, count, mask=count > 0)
 
 
 @triton.jit
@@ -43,17 +45,34 @@ def _scale_of(amax, FP8_MAX: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_TWO: 
     if EPSILON > 0:
         amax = tl.where(amax < EPSILON, EPSILON, amax)
     usable = (amax > 0) & (amax < float("inf"))
-    safe = tl.where(usable, amax, 1.0)
-    scale = tl.div_rn(safe * 0.0 + FP8_MAX, safe)
-    scale = tl.where(scale == float("inf"), INF_VALUE, scale)
     if POWER_OF_TWO:
-        scale = (scale.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
+        scale = _power_of_two_scale(amax, FP8_MAX, INF_VALUE)
+    else:
+        safe = tl.where(usable, amax, 1.0)
+        scale = tl.div_rn(safe * 0.0 + FP8_MAX, safe)
+        scale = tl.where(scale == float("inf"), INF_VALUE, scale)
     return tl.where(usable, scale, 1.0)
 
 
 @triton.jit
-def _reciprocal(x):
-    return tl.div_rn(x * 0.0 + 1.0, x)
+def _power_of_two_scale(amax, FP8_MAX: tl.constexpr, INF_VALUE: tl.constexpr):
+    """FP8_MAX / amax, rounded down to a power of two, without the division, which takes as long as the casts of twenty values.
+
+    FP8_MAX is 1.75 * 2^8 or 1.75 * 2^15, amax m * 2^e. If m <= 1.75, the quotient's exponent is 8 (15) - e, else it is one less: the
+    nearest quotient below 2^(8 - e) is far enough from it not to be rounded to it.
+    """
+    tl.static_assert((FP8_MAX == 448.0) or (FP8_MAX == 57344.0))
+    TOP: tl.constexpr = 262 if FP8_MAX == 448.0 else 269  # 8 (15) and the bias of both exponents
+    exponent = TOP - ((amax.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23)  # the sum carries if m > 1.75
+    scale = tl.where(exponent < 255, (exponent << 23).to(tl.float32, bitcast=True), INF_VALUE)
+    return (scale.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _reciprocal(scale, POWER_OF_TWO: tl.constexpr):
+    if POWER_OF_TWO:
+        return _power_of_two(scale.to(tl.int32, bitcast=True) >> 23)
+    return tl.div_rn(scale * 0.0 + 1.0, scale)
 
 
 @triton.jit
@@ -143,7 +162,7 @@ def _store_rowwise(
     elif KIND == "block1d":
         own = _scale_of(tl.max(tl.abs(v), axis=1), FP8_MAX, EPSILON, POWER_OF_TWO, INF_VALUE)
         _store(at, _to_bytes(v * own[:, None], E5M2), mask, EVEN)
-        tl.store(row_scale_ptr + (col0 // BK).to(tl.int64) * M + r, _reciprocal(own), mask=r < M)
+        tl.store(row_scale_ptr + (col0 // BK).to(tl.int64) * M + r, _reciprocal(own, POWER_OF_TWO), mask=r < M)
     elif KIND == "mx":
         blocks = tl.reshape(v, [H, BK // 32, 32])
         exponent = _e8m0_of(tl.max(tl.abs(blocks), axis=2), FP8_MAX)
@@ -186,9 +205,9 @@ def _consume(
     if KIND == "block2d":
         scale = _scale_of(tl.max(tl.maximum(tl.abs(even), tl.abs(odd))), FP8_MAX, EPSILON, POWER_OF_TWO, INF_VALUE)
         if ROWWISE:
-            tl.store(row_scale_ptr + (row0 // BM) * tl.cdiv(K, BK) + col0 // BK, _reciprocal(scale))
+            tl.store(row_scale_ptr + (row0 // BM) * tl.cdiv(K, BK) + col0 // BK, _reciprocal(scale, POWER_OF_TWO))
         if COLUMNWISE:
-            tl.store(col_scale_ptr + (col0 // BK) * tl.cdiv(M, BM) + row0 // BM, _reciprocal(scale))
+            tl.store(col_scale_ptr + (col0 // BK) * tl.cdiv(M, BM) + row0 // BM, _reciprocal(scale, POWER_OF_TWO))
     if ROWWISE | (KIND == "values"):
         to = values_ptr if KIND == "values" else row_ptr
         _store_rowwise(
@@ -206,7 +225,7 @@ def _consume(
             )
             even, odd = even * own[None, :], odd * own[None, :]
             at = col_scale_ptr + (row0 // BM).to(tl.int64) * K + col0 + c
-            tl.store(at, _reciprocal(own), mask=col0 + c < col_end)
+            tl.store(at, _reciprocal(own, POWER_OF_TWO), mask=col0 + c < col_end)
         elif KIND == "mx":
             blocks = tl.reshape(even, [BM // 32, 16, BK])  # 32 rows: 16 of each half
             others = tl.reshape(odd, [BM // 32, 16, BK])
@@ -303,9 +322,8 @@ def tile_kernel(
         PRODUCER, ACT, GATED, BETA, CENTER, ZERO_CENTERED, EVEN, BM // 2, BK,
     )  # fmt: skip
 
-    if (
-        OUTPUT != "none"
-    ):  # three tiles wait for one another: what will be rounded anyway takes half the registers if it is now
+    if OUTPUT != "none":
+        # Three tiles wait for one another: what will be rounded anyway takes half the registers if it is now.
         if OUTPUT_ROUND:
             even_output, odd_output = even_output.to(DTYPE), odd_output.to(DTYPE)
         if ROUND:
@@ -319,11 +337,11 @@ def tile_kernel(
     else:
         scale = 1.0
     if SCALE != "none":  # known when the kernel is compiled; the next one is not  # noqa: SIM102
-        if (col0 == 0) & (row0 == 0):
+        if (col0 == 0) & (row0 == 0):  # what was given may be any number
             if ROWWISE:
-                tl.store(row_scale_ptr, _reciprocal(scale))
+                tl.store(row_scale_ptr, _reciprocal(scale, POWER_OF_TWO and SCALE == "amax"))
             if COLUMNWISE:
-                tl.store(col_scale_ptr, _reciprocal(scale))
+                tl.store(col_scale_ptr, _reciprocal(scale, POWER_OF_TWO and SCALE == "amax"))
             if AMAX == "copy":  # the amax that was given is an output too
                 tl.store(amax_ptr, tl.load(amax_in_ptr))
 
