@@ -365,7 +365,7 @@ def tile_kernel(
             if OUTPUT == "amax":
                 scale = _scale_of(scale, OUTPUT_MAX, OUTPUT_EPSILON, OUTPUT_POWER_OF_TWO, INF_VALUE)
             if (col0 == 0) & (row0 == 0):
-                tl.store(output_scale_ptr, _reciprocal(scale))
+                tl.store(output_scale_ptr, _reciprocal(scale, OUTPUT_POWER_OF_TWO and OUTPUT == "amax"))
         _consume(
             even_output, odd_output, row0, col0, K, M, K, col_stride, scale, None,
             None, None, output_ptr, output_scale_ptr, None, None, None,
