@@ -1,9 +1,10 @@
 """What the trainer adds to a step: the loop with all metrics and guards on, against the same forward, backward and optimizer without it.
 
-    python benchmarks/loop_overhead.py [--steps 40] [--config CONFIG] [--json results.json]
+    python benchmarks/loop_overhead.py [--steps 100] [--config CONFIG] [--json results.json] [--kernels]
 
-One rank on the GPU if there is one, else on the CPU. All take turns in blocks of steps, so that a machine that is busy with something
-else slows all. Steps that are replayed (health.replay_every) are timed apart, and their cost is spread over the steps in between.
+One rank on the GPU if there is one, else on the CPU. Both take turns in blocks of steps (bare, loop, loop, bare), so that a machine that
+is busy with something else, or hot, slows both; the median over such rounds is told. Steps that are replayed (health.replay_every) are
+timed apart, and their cost is spread over the steps in between.
 """
 
 from __future__ import annotations
@@ -56,28 +57,67 @@ def replayed_step(loop: Loop) -> None:
 
 
 STEPS = {"bare": bare_step, "loop": whole_step, "replayed": replayed_step}
+TURNS = ("bare", "loop", "loop", "bare")
+"""Blocks of one round: what is hot or busy after the one before slows both alike."""
+
+
+def block(loop: Loop, name: str, device: torch.device) -> float:
+    """Seconds a step over BLOCK steps. Inside nobody waits for the GPU who would not anyway."""
+    start = time.perf_counter()
+    for _ in range(BLOCK):
+        STEPS[name](loop)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / BLOCK
 
 
 def measure(loop: Loop, steps: int, device: torch.device) -> dict[str, float]:
-    """Median over the blocks of seconds a step, of each of `STEPS`. Inside of a block nobody waits for the GPU who would not anyway."""
-    seconds: dict[str, list[float]] = {name: [] for name in STEPS}
-    for block in range(-1, steps // BLOCK):  # the first warms up
-        for name, step in STEPS.items():
-            start = time.perf_counter()
-            for _ in range(BLOCK):
-                step(loop)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            if block >= 0:
-                seconds[name].append((time.perf_counter() - start) / BLOCK)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    """Medians: seconds a step of each of `STEPS`, and by how much a round's steps of the loop take longer than its bare ones."""
+    rounds: list[dict[str, float]] = []
+    for number in range(-1, max(steps // (2 * BLOCK), 1)):  # the first warms up
+        seconds: dict[str, list[float]] = {name: [] for name in STEPS}
+        for name in (*TURNS, "replayed"):
+            seconds[name].append(block(loop, name, device))
+        if number >= 0:
+            rounds.append({name: statistics.mean(values) for name, values in seconds.items()})
+    found = {name: statistics.median(r[name] for r in rounds) for name in STEPS}
+    ratios = [r["loop"] / r["bare"] - 1 for r in rounds]
+    return found | {
+        "every_step": statistics.median(ratios),
+        "rounds": len(ratios),
+        "least": min(ratios),
+        "most": max(ratios),
+    }
+
+
+def show_kernels(loop: Loop, steps: int = 3) -> None:
+    """What the GPU does in a step of each kind: busy milliseconds, launches, and the kernels of the loop that a bare step has not."""
+    from torch.profiler import ProfilerActivity, profile
+
+    found: dict[str, dict[str, tuple[float, float]]] = {}
+    for name in STEPS:
+        with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+            for _ in range(steps):
+                STEPS[name](loop)
+            torch.cuda.synchronize()
+        found[name] = {
+            e.key: (e.self_device_time_total / steps * 1e-3, e.count / steps) for e in recorded.key_averages()
+        }
+        busy, launches = (sum(values) for values in zip(*found[name].values()))
+        print(f"{name}: the GPU is busy for {busy:.2f} ms a step with {launches:.0f} kernels and copies")
+    for name in ("loop", "replayed"):
+        more = {k: tuple(a - b for a, b in zip(v, found["bare"].get(k, (0.0, 0.0)))) for k, v in found[name].items()}
+        print(f"{name}, beyond a bare step (ms, launches):")
+        for key, (milliseconds, launches) in sorted(more.items(), key=lambda item: -item[1][0])[:25]:
+            print(f"    {milliseconds:8.3f} {launches:7.1f}  {key[:110]}")
 
 
 def main() -> None:
     """Prints the figures."""
     parser = argparse.ArgumentParser(description="Overhead of the training loop.")
-    parser.add_argument("--steps", type=int, default=40, help="steps of each loop (default: 40)")
+    parser.add_argument("--steps", type=int, default=100, help="steps of each loop (default: 100)")
     parser.add_argument("--json", help="file for the figures")
+    parser.add_argument("--kernels", action="store_true", help="also list what a GPU does beyond a bare step")
     parser.add_argument("--config", nargs="*", default=[], help="of `ottava train` (default: its own)")
     options = parser.parse_args()
     config, _ = parse(options.config)
@@ -97,9 +137,11 @@ def main() -> None:
         world = resources.enter_context(World(Place(0, 1, 0, 1, "localhost", store.port), timeout=600.0))
         loop = Loop(config, world, resources)
         found = measure(loop, options.steps, world.device)
+        if options.kernels and world.device.type == "cuda":
+            show_kernels(loop)
     every = config.health.replay_every
     replays = (found["replayed"] - found["loop"]) / every if every else 0.0  # seconds a step
-    overhead = (found["loop"] + replays) / found["bare"] - 1
+    overhead = found["every_step"] + replays / found["bare"]
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     print(
         f"{device}: a bare step {found['bare'] * 1e3:.1f} ms, with the loop {found['loop'] * 1e3:.1f} ms, with a replay "

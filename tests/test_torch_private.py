@@ -356,6 +356,26 @@ def test_forget_gathered_lets_sizes_change() -> None:
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.parametrize("backend", ["gloo", "fake"])
+def test_gathers_of_gloo_travel_until_they_are_waited_for(backend: str, tmp_path: Path) -> None:
+    from torch.distributed.fsdp import fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    where: dict[str, Any] = (
+        {"store": FakeStore()} if backend == "fake" else {"init_method": f"file://{tmp_path / 'store'}"}
+    )
+    torch.distributed.init_process_group(backend, rank=0, world_size=1, **where)
+    try:
+        model = fully_shard(torch.nn.Linear(4, 4))
+        group = model._get_fsdp_state()._fsdp_param_group
+        assert not group.unshard_async_op
+        torch_private.gather_without_streams(model)
+        assert group.unshard_async_op is (backend == "gloo")
+        model(torch.ones(1, 4)).sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_around_fsdp_waits_sees_forward_and_backward() -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -566,6 +586,7 @@ def test_every_function_is_tested_here() -> None:
     tested = {
         "bare_apply",
         "first_report",
+        "gather_without_streams",
         "group_timeout_s",
         "has_symmetric_memory",
         "symmetric_memory",
@@ -612,6 +633,7 @@ def test_every_function_is_tested_here() -> None:
         "cudnn_attention_backward",
         "constant_when_traced",
         "release_saved",
+        "wait_for_work",
     }
     functions |= {"current_device", "current_stream"}  # builtins where torch was built with CUDA
     assert functions == tested, "add a test for what is new"
@@ -648,3 +670,35 @@ def test_constant_when_traced() -> None:
     compiled = torch.compile(lambda x: x * seen("abc"), backend="eager", fullgraph=True)
     assert compiled(torch.ones(2)).tolist() == [3.0, 3.0] and compiled(torch.ones(2)).tolist() == [3.0, 3.0]
     assert calls == ["abc"]  # by the tracer, once
+
+
+def test_wait_for_work() -> None:
+    """Collectives of a tensor subclass arrive as ops of c10d, whose schemas say of no argument that it is written."""
+    seen = []
+
+    class Wrapped(Tensor):
+        __torch_function__ = torch._C._disabled_torch_function_impl
+
+        @staticmethod
+        def __new__(cls, inner: Tensor) -> Any:
+            return Tensor._make_wrapper_subclass(cls, inner.shape)
+
+        def __init__(self, inner: Tensor) -> None:
+            self.inner = inner
+
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            plain = torch_private.map_instances(Wrapped, lambda w: w.inner, args)
+            result = func(*plain, **(kwargs or {}))
+            torch_private.wait_for_work(result)
+            seen.append((func.namespace, func._schema.is_mutable, [a.name for a in func._schema.arguments][:1]))
+            return result
+
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        torch.distributed.broadcast(Wrapped(torch.ones(2)), 0, async_op=True)
+        torch.distributed.all_reduce(Wrapped(torch.ones(2)))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert seen == [("c10d", False, ["tensors"])] * 2

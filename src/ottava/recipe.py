@@ -90,6 +90,8 @@ class Recipe:
 
     fp8_dpa: bool = False
     fp8_mha: bool = False
+    quantizes = True
+    """Whether contexts that are given it have anything to switch on."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Recipe:
         names = list(getattr(cls, "__dataclass_fields__", {}))

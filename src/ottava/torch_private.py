@@ -145,6 +145,16 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def wait_for_work(result: Any) -> None:
+    """Waits for what a collective op (`torch.ops.c10d`) has returned beside its tensors."""
+    from torch._C._distributed_c10d import Work
+    from torch.utils._pytree import tree_leaves
+
+    for leaf in tree_leaves(result):
+        if isinstance(leaf, torch.ScriptObject):
+            Work.unbox(leaf).wait()
+
+
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """targets[i].copy_(sources[i]) for all i, in few kernels."""
     torch._foreach_copy_(targets, sources)
@@ -319,11 +329,23 @@ def forget_gathered(module: Any) -> None:
                 del parameter._unsharded_param
 
 
+def gather_without_streams(module: Any) -> None:
+    """Lets FSDP2's gathers of `module` travel until they are waited for where its group is gloo's, which has no stream to queue them in.
+
+    There torch waits for a gather where it begins, and what is gathered ahead is hidden by nothing.
+    """
+    state = module._get_fsdp_state()
+    for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+        shards = None if group is None else getattr(group.mesh_info, "shard_process_group", None)
+        if shards is not None and shards._get_backend(group.device).name() == "gloo":
+            group.unshard_async_op = True
+
+
 @contextmanager
 def around_fsdp_waits(around: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
     """In here FSDP2 waits for gathered weights (and unpacks them), and for reduced gradients, inside `around()`.
 
-    A CPU has no streams: there a gather or a reduce-scatter is itself the wait.
+    A CPU has no streams: there a gather that nobody began ahead, or a reduce-scatter, is itself the wait.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup

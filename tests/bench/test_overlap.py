@@ -119,6 +119,15 @@ def test_the_trace_has_named_ranges(figures: dict[str, Any]) -> None:
     } <= names
 
 
+def test_a_launcher_must_start_ranks_for_every_shard(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "6", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["bench", "overlap", "--beside-fsdp", "--ranks", "2"]) == 2
+    assert "needs 2 x --ranks processes" in capsys.readouterr().err
+
+
 def test_the_model_needs_no_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "overlap", "--model", "h200", "--ranks", "8"]) == 0
     shown = capsys.readouterr().out

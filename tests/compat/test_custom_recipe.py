@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from ottava import compat
-from ottava.quant.scheme import weight_scheme
 from ottava.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -65,8 +64,6 @@ def test_a_programs_own_factory_is_asked_by_role(te: Any) -> None:
 
 
 def test_two_directions_alike_are_one_recipe_and_its_weights_are_hybrid(te: Any) -> None:
-    from ottava.compat.tensors import HYBRID_SCHEMES
-
     def factory(role: Any) -> Any:
         if role.tensor_type == "grad_output":
             return te.MXFP8Quantizer(te.DType.kFloat8E4M3)
@@ -74,17 +71,14 @@ def test_two_directions_alike_are_one_recipe_and_its_weights_are_hybrid(te: Any)
         return te.HybridQuantizer(rowwise_quantizer=one, columnwise_quantizer=other)
 
     recipe = custom(te, factory)
-    try:
-        assert recipe == MXFP8BlockScaling()
-        with te.quantized_model_init(recipe=recipe):
-            hybrid = te.Linear(32, 32, device="cpu").weight
-        with te.quantized_model_init(recipe=Float8BlockScaling()):
-            other = te.Linear(32, 32, device="cpu").weight
-        assert isinstance(hybrid, te.HybridQuantizedTensor) and isinstance(hybrid, te.MXFP8TensorStorage)
-        assert not isinstance(other, te.HybridQuantizedTensor)
-        assert not isinstance(torch.zeros(2), te.HybridQuantizedTensor)
-    finally:
-        HYBRID_SCHEMES.discard(weight_scheme(recipe))
+    assert recipe == MXFP8BlockScaling()
+    with te.quantized_model_init(recipe=recipe):
+        hybrid = te.Linear(32, 32, device="cpu").weight
+    with te.quantized_model_init(recipe=MXFP8BlockScaling()):
+        other = te.Linear(32, 32, device="cpu").weight
+    assert isinstance(hybrid, te.HybridQuantizedTensor) and isinstance(hybrid, te.MXFP8TensorStorage)
+    assert not isinstance(other, te.HybridQuantizedTensor) and isinstance(other, te.MXFP8TensorStorage)
+    assert not isinstance(torch.zeros(2), te.HybridQuantizedTensor)
 
 
 @pytest.mark.parametrize("source, override", [("original", "high_precision"), ("rowwise_dequantized", "dequantized")])
@@ -101,10 +95,54 @@ def test_an_unquantized_backward_is_an_override(te: Any, source: str, override: 
     assert isinstance(recipe, Float8CurrentScaling) and recipe.backward_override == override
 
 
+def test_a_recipe_that_quantizes_nothing_switches_contexts_off(te: Any) -> None:
+    from transformer_engine.pytorch.custom_recipes.quantizer_factories import high_precision_factory
+    from transformer_engine.pytorch.tensor.identity_tensor import IdentityTensor
+
+    recipe = custom(te, high_precision_factory)
+    with te.quantized_model_init(recipe=recipe):
+        layer = te.Linear(32, 32, device="cpu")
+    assert isinstance(layer.weight, IdentityTensor) and not isinstance(layer.weight, te.QuantizedTensor)
+    x = torch.randn(32, 32)
+    with te.autocast(recipe=Float8CurrentScaling()), te.autocast(recipe=recipe):
+        y = layer(x)
+    assert torch.equal(y, layer(x))
+
+
+def test_one_direction_of_a_weight_has_rows_first(te: Any) -> None:
+    from transformer_engine.pytorch.tensor.storage.identity_tensor_storage import IdentityTensorStorage
+
+    values = torch.randn(64, 32)
+    for recipe in (MXFP8BlockScaling(), Float8CurrentScaling(), Float8BlockScaling()):
+        with te.quantized_model_init(recipe=recipe):
+            weight = te.Linear(32, 64, device="cpu").weight
+        weight.quantize_(values)
+        for direction in ("rowwise", "columnwise"):
+            storage = getattr(weight, f"_{direction}_storage")
+            assert isinstance(storage, te.MXFP8TensorStorage) == isinstance(recipe, MXFP8BlockScaling)
+            buffers, meta = storage.fsdp_extract_buffers()
+            assert meta["direction"] == direction and all(b.is_contiguous() for b in buffers)
+            data = weight.rowwise_data if direction == "rowwise" else weight.columnwise_data.t()
+            assert torch.equal(buffers[0], data) and torch.equal(getattr(storage, f"_{direction}_data"), data)
+        assert torch.equal(weight._rowwise_storage.dequantize(), weight.dequantize())
+    with pytest.raises(AttributeError, match="columnwise direction of a e4m3:128x128:pow2 tensor has no '_amax'"):
+        getattr(weight._columnwise_storage, "_amax")  # noqa: B009
+
+    def unquantized_backward(role: Any) -> Any:
+        if role.tensor_type == "grad_output":
+            return te.IdentityQuantizer()
+        rows = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device="cpu")
+        return te.HybridQuantizer(rowwise_quantizer=rows, columnwise_quantizer=te.IdentityQuantizer())
+
+    with te.quantized_model_init(recipe=custom(te, unquantized_backward)):
+        weight = te.Linear(32, 64, device="cpu").weight
+    assert isinstance(weight._columnwise_storage, IdentityTensorStorage)
+    assert torch.equal(weight._columnwise_storage.dequantize(), weight.dequantize())
+
+
 def test_what_no_recipe_does_is_refused_by_name(te: Any) -> None:
     from transformer_engine.pytorch.custom_recipes.quantizer_factories import (
         current_scaling_factory,
-        high_precision_factory,
         mxfp8_factory,
     )
 
@@ -115,8 +153,6 @@ def test_what_no_recipe_does_is_refused_by_name(te: Any) -> None:
 
     with pytest.raises(ValueError, match=r"e4m3:1x32 rowwise and e4m3:tensor columnwise.*both directions alike"):
         custom(te, mixed)
-    with pytest.raises(ValueError, match=r"weight: unquantized.*autocast\(enabled=False\)"):
-        custom(te, high_precision_factory)
     with pytest.raises(ValueError, match="no recipe of Ottava's quantizes so"):
         custom(te, lambda role: mxfp8_factory(role) if role.tensor_type == "weight" else current_scaling_factory(role))
     with pytest.raises(ValueError, match="qfactory answered NoneType for the input"):

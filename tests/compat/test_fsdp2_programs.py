@@ -11,8 +11,9 @@ from torch.distributed.fsdp import fully_shard
 
 import ottava
 from distributed.ranks import Ranks
-from ottava import recipe
+from ottava import compat, recipe
 from ottava.nn.construction import ORDER
+from ottava.quant.weight import Weight
 
 RECIPES = [
     recipe.DelayedScaling(),
@@ -114,11 +115,48 @@ def fused_accumulation() -> None:
     assert losses[0] == losses[1] and losses[0][2] < losses[0][0], losses
 
 
+def gathers_by_hand() -> None:
+    """FSDP2's hooks with all five of torch's arguments, between two forwards that must not see it."""
+    for asked in RECIPES[1:4]:
+        with compat.installed(), ottava.quantized_model_init(recipe=asked):
+            model = shard(torch.nn.Sequential(ottava.LayerNormMLP(64, 128, activation="swiglu", device="meta")))
+            model[0].reset_parameters()
+            x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+            with ottava.autocast(recipe=asked):
+                before = model(x)
+            for parameter in (p for p in model.parameters() if isinstance(p.to_local(), Weight)):
+                local: Any = parameter.to_local()
+                sent, meta = local.fsdp_pre_all_gather(
+                    mesh=None, orig_size=local.shape, contiguous_orig_stride=None, module=None, mp_policy=None
+                )
+                received = []
+                for message in sent:
+                    parts = [torch.empty_like(message) for _ in range(2)]
+                    torch.distributed.all_gather(parts, message)
+                    received.append(torch.cat(parts))
+                whole, _ = local.fsdp_post_all_gather(tuple(received), meta, local.dtype, out=None)
+                assert torch.equal(whole.dequantize(), parameter.full_tensor())
+                same_buffers(local, whole)
+            with ottava.autocast(recipe=asked):
+                assert torch.equal(model(x), before)
+
+
+def same_buffers(local: Any, whole: Any) -> None:
+    for direction in ("rowwise", "columnwise"):
+        buffers, _ = getattr(local, f"_{direction}_storage").fsdp_extract_buffers()
+        joined, _ = getattr(whole, f"_{direction}_storage").fsdp_extract_buffers()
+        for buffer, expected in zip(buffers, joined, strict=True):
+            parts = [torch.empty_like(buffer) for _ in range(2)]
+            torch.distributed.all_gather(parts, buffer)
+            assert torch.equal(torch.cat(parts), expected), direction
+
+
 def all_cases() -> None:
     gathered_weights()
     fused_accumulation()
+    gathers_by_hand()
 
 
-def test_fsdp2_frees_weights_between_forward_and_backward_and_reduces_fused_gradients() -> None:
+def test_fsdp2_frees_weights_reduces_fused_gradients_and_can_be_gathered_by_hand() -> None:
     with Ranks(2) as ranks:
         ranks.run(all_cases, timeout=200)

@@ -37,6 +37,9 @@ RECIPES: dict[str, recipe.Recipe | None] = {
     "block high precision": recipe.Float8BlockScaling(backward_override="high_precision"),
 }
 
+ALL_RECIPES = RECIPES | {"square gradients": recipe.Float8BlockScaling(w_block_scaling_dim=1, grad_block_scaling_dim=2)}
+"""Those of single tests too."""
+
 INSTALL = ("mesh", "constructor", "group", "late group")
 """set_device_mesh after construction; tp_mesh= and weight_mesh=; tp_group= and tp_size=; tp_size=, then set_tensor_parallel_group."""
 
@@ -297,7 +300,7 @@ def _give_main_grads(module: nn.Module) -> None:
 
 
 def _run(case: Case, module: nn.Module, run: Run, size: int, rank: int) -> dict[str, Tensor]:
-    chosen = RECIPES[run.recipe]
+    chosen = ALL_RECIPES[run.recipe]
     found: dict[str, Tensor] = {}
     for step in range(run.steps):
         module.zero_grad()

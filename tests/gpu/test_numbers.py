@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -149,6 +150,25 @@ def test_a_microbatch_gives_the_same_bits_twice_and_a_flipped_bit_is_found(tmp_p
             assert loop._step() is None
     (told, *_) = (tmp_path / "events.jsonl").read_text().splitlines()
     assert "layers.1.layernorm_mlp" in told and "transient" in told
+
+
+def test_a_step_waits_for_the_device_nowhere(tmp_path):
+    """But for events: also when the state is looked up anew, and when FP8 health is looked at."""
+    with ExitStack() as resources, warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        loop = _loop(tmp_path, resources, "--metrics.fp8-every=2", global_batch=16, micro_batch=16)
+        for step in range(6):
+            if step == 3:
+                found.clear()
+                torch.cuda.set_sync_debug_mode("warn")
+                resources.callback(lambda: torch.cuda.set_sync_debug_mode("default"))
+            if step == 4:
+                loop.guard.state.forget()
+            loop.clock.restart()
+            assert loop._step() is not None
+        torch.cuda.set_sync_debug_mode("default")
+        waits = [f"{w.filename}:{w.lineno}: {w.message}" for w in found if "synchroniz" in str(w.message)]
+    assert waits == []
 
 
 def test_an_infinite_weight_is_named(tmp_path):

@@ -1,7 +1,7 @@
 """Two ranks on one GPU exchange through symmetric memory under their products (torch allows ranks to share a GPU if told so).
 
-Equal bit for bit: everything, against the same chunks moved through the host. Close: chunks against whole products, since cuBLAS takes
-other kernels for other numbers of rows.
+Equal bit for bit: everything, against the same chunks moved through the host; and gathers under products against no overlap, since the
+engine cuts no chunk that cuBLAS might sum in another order (`ottava.overlap.bits`). Close: sums over ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,20 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from distributed.tp_ranks import RECIPES
-from ottava.overlap import Exchange, Hop, PointToPoint, Transport, measuring, transport_of, wrapping
+from ottava.nn.operand import Operand
+from ottava.overlap import (
+    Engine,
+    Exchange,
+    Hop,
+    PointToPoint,
+    Schedule,
+    Transport,
+    VirtualLink,
+    measuring,
+    transport_of,
+    wrapping,
+)
+from ottava.overlap.bits import LARGE, inexact_because
 from overlap.cases import Case, options, run
 
 KINDS, METHODS = ("column", "row", "grouped column", "grouped row"), ("bulk", "ring", "pipeline")
@@ -87,9 +100,33 @@ def _rank(rank: int, folder: str) -> None:
                     whole = {name: torch.equal(value, plain[name]) for name, value in fast.items()}
                     found["cases"].append((kind, recipe, method, equal, errors, meter.bytes_sent, whole))
     found["many"] = _many_steps()
+    found["sizes"] = [
+        (tokens, method, splits, *_gathered_bits(tokens, Schedule.of(method, splits=splits)))
+        for tokens in (512, 1024, 2048, 8192)
+        for method in ("ring", "pipeline", "auto")
+        for splits in (2, 4, 8)
+    ]
     torch.save(found, f"{folder}/results-{rank}")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _gathered_bits(tokens: int, schedule: Schedule) -> tuple[bool, bool]:
+    """(whether a gather of `tokens` at hidden 4096 is cut, whether its product with n 2048 has the bits of the whole). bf16.
+
+    On a link so slow that every method pays: bits alone decide.
+    """
+    generator = torch.Generator(device="cuda").manual_seed(tokens)
+    x = torch.randn(tokens, 4096, device="cuda", generator=generator).bfloat16()
+    w = torch.randn(2048, 4096, device="cuda", generator=generator).bfloat16()
+
+    def multiply(operands: list[Operand]) -> Tensor:
+        return torch.ops.ottava.mm(operands[0].data, w, None, torch.bfloat16)
+
+    own = Operand(x.chunk(2)[dist.get_rank()])
+    with wrapping(lambda transport: VirtualLink(transport, 2e10)):
+        done = Engine(dist.group.WORLD, schedule).gather_multiply([own], multiply, 2048)
+    return done is not None, done is None or torch.equal(done[0], multiply([Operand(x)]))
 
 
 def _error(found: Tensor, expected: Tensor) -> float:
@@ -150,6 +187,46 @@ def test_all_gather_overlaps_have_the_bits_of_none(results: list[dict[str, Any]]
         if not same and (method == "bulk" or name == ("0 y" if "column" in kind else "0 dx"))
     ]
     assert other == []
+
+
+def test_gathers_of_all_sizes_have_the_bits_of_none(results: list[dict[str, Any]]) -> None:
+    """Two ranks, hidden 4096, n 2048; 512 tokens in eight pieces are 32 rows a chunk, and are not cut."""
+    for found in results:
+        sizes = found["sizes"]
+        assert [entry for entry in sizes if not entry[-1]] == []
+        cut = {(tokens, method, splits): done for tokens, method, splits, done, _ in sizes}
+        assert not cut[512, "pipeline", 8] and not cut[512, "pipeline", 4]
+        assert cut[512, "ring", 4] and cut[8192, "pipeline", 8] and cut[8192, "ring", 4]
+
+
+LLAMA = {"qkv forward": 6144, "fc1 forward": 28672, "proj dgrad": 4096, "fc2 dgrad": 14336}
+"""Columns of the products of gathered tokens of Llama-3-8B, before they are spread over ranks; all have a contraction of 4096."""
+
+
+def _other_bits(name: str, size: int) -> tuple[set[tuple[int, int, int]], set[tuple[int, int, int]]]:
+    """(tokens, rows of a chunk, n) whose chunks have other bits than the whole: of those that the engine cuts, and of those it leaves."""
+    n, generator = LLAMA[name] // size, torch.Generator(device="cuda").manual_seed(size)
+    weight = torch.randn(n, 4096, device="cuda", generator=generator).bfloat16()
+    if name.endswith("dgrad"):
+        weight = weight.t().contiguous().t()  # as the weight of forward lies: [4096, n], seen from the other side
+    cut, left = set(), set()
+    for tokens in (512, 1024, 2048, 4096, 8192, 16384):
+        x = torch.randn(tokens, 4096, device="cuda", generator=generator).bfloat16()
+        whole = torch.ops.ottava.mm(x, weight, None, torch.bfloat16)
+        for rows in sorted({tokens // size // pieces for pieces in (1, 2, 4, 8)}):
+            parts = [torch.ops.ottava.mm(part, weight, None, torch.bfloat16) for part in x.split(rows)]
+            if not torch.equal(torch.cat(parts), whole):
+                safe = inexact_because(LARGE, [rows], tokens, n) is None
+                (cut if safe else left).add((tokens, rows, n))
+    return cut, left
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("name", LLAMA)
+def test_chunks_that_the_engine_cuts_have_the_bits_of_whole_products(name: str, size: int) -> None:
+    cut, left = _other_bits(name, size)
+    print(f"{name}, {size} ranks: (tokens, rows, n) with other bits, not cut: {sorted(left)}")
+    assert cut == set(), (sorted(cut), "not cut anyway:", sorted(left))
 
 
 def test_memory_stays_and_bits_repeat(results: list[dict[str, Any]]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ottava.chaos.numbers import flip_bit
-from ottava.guard.digest import ROW, digest, read
+from ottava.guard.digest import ROW, digest, digest_rows, read
 from ottava.guard.finding import Finding, first
 from ottava.guard.replay import Record
 from ottava.guard.replicas import Sealed, compare, evidence
@@ -43,6 +43,32 @@ def test_digests_tell_zeros_apart_and_rows_that_change_places():
     assert len(set(numbers)) == 6
 
 
+def test_digests_of_all_rows_at_once_are_those_of_each():
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+        rows = torch.randint(0, 200, (5, ROW)).to(dtype)
+        assert digest_rows(rows).tolist() == [int(digest(row)) for row in rows]
+    assert digest_rows(torch.empty(0, ROW)).tolist() == []
+
+
+def test_a_digest_does_not_depend_on_how_many_factors_are_kept(monkeypatch):
+    x = torch.randn(10, ROW, dtype=torch.float64)
+    before = int(digest(x))
+    monkeypatch.setattr("ottava.guard.digest.MOST_KEPT", 4)
+    monkeypatch.setattr("ottava.guard.digest._FACTORS", {})
+    assert int(digest(x)) == before and int(digest(x[:3])) == int(digest(x[:3].clone()))
+
+
+def test_moments_are_looked_at_from_the_step_after_the_one_that_makes_them():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    watch, cpu = StateWatch(model, optimizer), torch.device("cpu")
+    assert float(watch.glance(cpu)) == 0  # before the first step there are none
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.state[model.weight]["exp_avg"][0, 0] = 1e28
+    assert float(watch.glance(cpu)) == 1
+
+
 def test_numbers_that_no_training_gives_are_found():
     model = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -71,12 +97,12 @@ def test_delayed_scales_have_to_fit_their_history():
     state.used = True
     state.fwd_amax_history[5] = 3.0
     state.fwd_scale.fill_(448.0 / 3.0)
-    assert not Scales.of([state]).wrong.any()
+    assert Scales.of([state]).fits.all()
     state.fwd_amax_history[7, 1] = math.inf  # of a step that was bad itself
-    assert not Scales.of([state]).wrong.any()
+    assert Scales.of([state]).fits.all()
     for scale in (1e30, 1e-30, math.nan, math.inf):
         state.fwd_scale[4] = scale
-        assert Scales.of([state]).wrong.nonzero().tolist() == [[4]]
+        assert (~Scales.of([state]).fits).nonzero().tolist() == [[4]]
 
 
 def test_a_large_state_is_looked_at_in_turns(monkeypatch):
@@ -101,7 +127,7 @@ def _everyone(tables):
 def test_the_rank_that_differs_from_the_most_is_wrong():
     ranks = [[_entry("a", torch.ones(3)), _entry("b", torch.zeros(3))] for _ in range(3)]
     ranks[2][1].tensor[1] = 1e-7
-    sealed = [Sealed.of(entries) for entries in ranks]
+    sealed = [Sealed(entries) for entries in ranks]
     (dispute,) = compare(sealed[0], _everyone([s.table() for s in sealed])).values()
     assert dispute.wrong == [2] and dispute.entry.layer == "b"
     two = compare(sealed[0], _everyone([sealed[0].table(), sealed[2].table()]))
@@ -113,7 +139,7 @@ def test_of_two_that_differ_the_one_that_is_farther_from_the_truth_is_wrong():
     held = [truth + 1e-6, truth + 1e-6]  # gradients are summed: none has the right numbers any more
     held[1][2 * ROW + 5] += 1e-3
     entries = [[_entry("w", t)] for t in held]
-    sealed = [Sealed.of(e) for e in entries]
+    sealed = [Sealed(e) for e in entries]
     disputes = compare(sealed[0], _everyone([s.table() for s in sealed]))
     answers = []  # what rank 1 says to each question
     evidence(

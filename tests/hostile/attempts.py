@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 
-from hostile.corpus import TOKENIZER, TOKENS, TOML, Case, cases, make_good
+from hostile.corpus import Case, cases, make_good
+from hostile.spoil import TOKENIZER, TOKENS, TOML
 from ottava.checkpoint import CheckpointError, Checkpoints, verify
 from ottava.models.hf_files import import_hf
 from ottava.train.arguments import parse

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ottava
-from distributed.tp_ranks import RECIPES
+from distributed.tp_ranks import ALL_RECIPES
 from ottava.nn.options import OverlapOptions
 from ottava.overlap import VirtualLink, measuring, wrapping
 
@@ -83,7 +83,7 @@ def run(case: Case, overlap: OverlapOptions, device: str = "cpu") -> dict[str, T
     for step in range(case.steps):
         x = torch.randn(rows, features, generator=generator) * torch.linspace(0.2, 2.0, rows)[:, None]
         x = x.to(device, case.dtype).requires_grad_()
-        chosen = RECIPES[case.recipe]
+        chosen = ALL_RECIPES[case.recipe]
         with ottava.autocast(enabled=chosen is not None, recipe=chosen):
             y = layer(x, splits_of(case, rows)) if case.kind.startswith("grouped") else layer(x)
         weight = torch.randn(y.shape, generator=generator).to(device, case.dtype)

@@ -8,6 +8,7 @@ import os
 import random
 import resource
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,10 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ottava
+from distributed.tp_ranks import ALL_RECIPES
 from ottava import recipe
 from ottava.nn.operand import Operand
 from ottava.nn.options import OverlapOptions
 from ottava.overlap import Engine, Exchange, Hop, Schedule, Transport, transport_of, wrapping
+from overlap.cases import HIDDEN, Case, build, options
 
 
 class Late(Transport):
@@ -141,3 +144,68 @@ def die_in_the_middle(pipe: Any, rank: int, size: int, store: str, method: str, 
         pipe.send((f"{type(error).__name__}: {error}", time.monotonic() - began))
     pipe.close()
     os._exit(1)
+
+
+def group_that_ends() -> tuple[bool, str]:
+    """(whether a transport outlives its group, what it says of it)."""
+    group = dist.new_group([0, 1])
+    transport = transport_of(group, "auto", torch.device("cpu"))
+    assert transport is not None and transport.group is group
+    Engine(group, Schedule.of("bulk")).begin_gather([Operand(torch.ones(4, 4))])()  # type: ignore[misc]
+    alive = weakref.ref(transport)
+    dist.barrier()
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    try:
+        said = str(transport.group)
+    except RuntimeError as error:
+        said = str(error)
+    del transport
+    gc.collect()
+    return alive() is not None, said
+
+
+def two_open_at_once() -> list[float]:
+    """What arrives in two exchanges that are both open before either sends."""
+    transport = transport_of(None, "auto", torch.device("cpu"))
+    assert transport is not None
+    other = 1 - transport.rank
+    into = [torch.zeros(4), torch.zeros(4)]
+    exchanges = [transport.exchange(f"number {n}", [Hop(other, other, [into[n]])]) for n in range(2)]
+    for n in (1, 0) if transport.rank else (0, 1):
+        exchanges[n].send(0, [torch.full((4,), 10.0 * n + transport.rank)])
+    for exchange in exchanges:
+        exchange.wait(0)
+        exchange.finish()
+    return [float(tensor[0]) for tensor in into]
+
+
+def no_tokens(method: str) -> list[tuple[int, ...]]:
+    """Shapes of outputs and gradients of layers that nobody gives a token."""
+    shapes = []
+    for layer, features in zip(_pair(method), (32, 16)):
+        x = torch.zeros(0, features, requires_grad=True)
+        y = layer(x)
+        y.sum().backward()
+        assert x.grad is not None
+        shapes += [tuple(y.shape), tuple(x.grad.shape)]
+    return shapes
+
+
+def idle_expert(kind: str, method: str, name: str) -> list[str]:
+    """Which results differ from those without overlap, of experts of which one has no token on any rank."""
+    found = []
+    for overlap in ("none", method):
+        case = Case(kind, name, overlap)
+        layer = build(case, options(overlap))
+        rows = case.tokens if "row" in kind else case.tokens // dist.get_world_size()
+        x = torch.randn(rows, HIDDEN // 2 if "row" in kind else HIDDEN, generator=torch.Generator().manual_seed(3))
+        x.requires_grad_()
+        with ottava.autocast(enabled=name != "none", recipe=ALL_RECIPES[name]):
+            y = layer(x, [0, rows])
+        y.square().sum().backward()
+        assert x.grad is not None
+        gradients = {key: parameter.grad for key, parameter in layer.named_parameters()}
+        found.append({"y": y.detach(), "dx": x.grad, **gradients})
+    return [key for key, value in found[0].items() if not torch.equal(value, found[1][key])]

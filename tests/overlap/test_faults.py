@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from distributed.ranks import Ranks
-from overlap.faults import die_in_the_middle, different_tokens, train_late
+from overlap.faults import (
+    die_in_the_middle,
+    different_tokens,
+    group_that_ends,
+    idle_expert,
+    no_tokens,
+    train_late,
+    two_open_at_once,
+)
 
 
 @pytest.fixture(scope="module")
@@ -50,3 +58,26 @@ def test_a_killed_rank_ends_the_others_with_its_name(method: str, tmp_path: Path
         said, seconds = pipe.recv()
         assert seconds < timeout_s, (rank, seconds, said)
         assert said.startswith("RankLost") and f"rank {victim} was lost" in said, (rank, said)
+
+
+def test_a_transport_ends_with_its_group(ranks: Ranks) -> None:
+    """A restart in place makes new groups: the mailboxes of the old ones must not stay on the GPU."""
+    for outlives, said in ranks.run(group_that_ends):
+        assert not outlives and "process group has been destroyed" in said
+
+
+def test_exchanges_that_are_open_at_once_do_not_mix(ranks: Ranks) -> None:
+    assert ranks.run(two_open_at_once) == [[1.0, 11.0], [0.0, 10.0]]
+
+
+@pytest.mark.parametrize("method", ["bulk", "ring", "pipeline"])
+def test_layers_without_tokens(ranks: Ranks, method: str) -> None:
+    for shapes in ranks.run(no_tokens, method):
+        assert shapes == [(0, 16), (0, 32), (0, 32), (0, 16)]
+
+
+@pytest.mark.parametrize("kind", ["grouped column", "grouped row"])
+@pytest.mark.parametrize("method", ["bulk", "ring", "pipeline"])
+def test_an_expert_without_tokens(ranks: Ranks, method: str, kind: str) -> None:
+    for name in ("none", "block"):
+        assert ranks.run(idle_expert, kind, method, name) == [[], []]

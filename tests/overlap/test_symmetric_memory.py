@@ -6,6 +6,7 @@ On a GPU the same code gives copies and signals to streams; here they run where 
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import threading
 import time
@@ -18,7 +19,15 @@ from torch import Tensor
 
 from ottava.nn.operand import Operand
 from ottava.overlap import bulk, pipeline, ring
-from ottava.overlap.symmetric_memory import HALVES, SMALLEST, SymmetricMemory, Workspace, missing_because
+from ottava.overlap.symmetric_memory import (
+    HALVES,
+    SMALLEST,
+    Place,
+    SymmetricMemory,
+    Workspace,
+    misplaced_because,
+    missing_because,
+)
 
 
 class Shared:
@@ -125,11 +134,30 @@ def play(transport: Threaded, seed: int, turns: int) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_messages_arrive_whatever_the_order_and_the_pace(size: int) -> None:
     shared = Shared(size)
+    assert in_threads(lambda rank: play(Threaded(shared, rank), seed=size, turns=40), size) == []
+
+
+def test_a_longer_message_gets_a_larger_workspace() -> None:
+    shared = Shared(2)
+
+    def work(rank: int) -> None:
+        transport = Threaded(shared, rank)
+        for rows in (4, SMALLEST // 16, 4):
+            parts = [torch.full((rows, 8), float(r)) for r in range(2)]
+            gathered = bulk.begin_gather(transport, [Operand(parts[rank])])()
+            assert torch.equal(gathered[0].data, torch.cat(parts))
+        assert transport.made == 2
+
+    assert in_threads(work, 2) == []
+
+
+def in_threads(work: Callable[[int], None], size: int) -> list[BaseException]:
+    """`work(rank)` in a thread for each rank: what they raised."""
     errors: list[BaseException] = []
 
     def rank(number: int) -> None:
         try:
-            play(Threaded(shared, number), seed=size, turns=40)
+            work(number)
         except BaseException as error:
             errors.append(error)
 
@@ -138,30 +166,88 @@ def test_messages_arrive_whatever_the_order_and_the_pace(size: int) -> None:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert not errors and not any(thread.is_alive() for thread in threads), errors
+    assert not any(thread.is_alive() for thread in threads)
+    return errors
 
 
-def test_a_longer_message_gets_a_larger_workspace() -> None:
+@pytest.mark.parametrize("method", ["ring", "scatter"])
+def test_an_error_between_messages_is_not_a_wait_for_ever(method: str) -> None:
+    """All ranks fail in their second product, as when memory is short: what comes next says so at once."""
+    shared = Shared(4)
+
+    def work(rank: int) -> None:
+        transport, products = Threaded(shared, rank), 0
+
+        def multiply(operands: list[Operand]) -> Tensor:
+            nonlocal products
+            products += 1
+            if products == 2:
+                raise MemoryError("no room")
+            return operands[0].data * 2.0
+
+        operands = [Operand(torch.ones(64, 3))]
+        with pytest.raises(MemoryError):
+            if method == "ring":
+                ring.gather_multiply(transport, operands, multiply, lambda: None)
+            else:
+                pipeline.multiply_scatter(transport, operands, multiply, 4)
+        with pytest.raises(RuntimeError, match="ended in MemoryError before all of its messages were sent"):
+            bulk.begin_gather(transport, operands)
+
+    assert in_threads(work, 4) == []
+
+
+def test_an_error_behind_the_last_message_leaves_the_mailboxes_in_order() -> None:
     shared = Shared(2)
-    errors: list[BaseException] = []
 
-    def rank(number: int) -> None:
-        try:
-            transport = Threaded(shared, number)
-            for rows in (4, SMALLEST // 16, 4):
-                parts = [torch.full((rows, 8), float(r)) for r in range(2)]
-                gathered = bulk.begin_gather(transport, [Operand(parts[number])])()
-                assert torch.equal(gathered[0].data, torch.cat(parts))
-            assert transport.made == 2
-        except BaseException as error:
-            errors.append(error)
+    def work(rank: int) -> None:
+        transport = Threaded(shared, rank)
+        parts = [torch.full((8, 3), float(r)) for r in range(2)]
 
-    threads = [threading.Thread(target=rank, args=(number,), daemon=True) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not errors and not any(thread.is_alive() for thread in threads), errors
+        def fail(operands: list[Operand]) -> Tensor:
+            raise MemoryError("no room")
+
+        for _ in range(3):
+            with pytest.raises(MemoryError):
+                pipeline.gather_multiply(transport, [Operand(parts[rank])], fail, lambda: None, 4)
+            bulk.begin_gather(transport, [Operand(parts[rank])])  # and never waited for
+            gathered = bulk.begin_gather(transport, [Operand(parts[rank])])()
+            assert torch.equal(gathered[0].data, torch.cat(parts))
+
+    assert in_threads(work, 2) == []
+
+
+def test_what_is_copied_is_waited_for_even_if_nobody_finishes() -> None:
+    """On a GPU its memory would be given to others under the copy."""
+    shared, followed = Shared(2), [0, 0]
+
+    def work(rank: int) -> None:
+        transport = Threaded(shared, rank)
+
+        def count(event: Any) -> None:
+            followed[rank] += 1
+
+        transport.lanes.follow = count  # type: ignore[method-assign]
+        transport.lanes.mark = object  # type: ignore[method-assign,assignment]
+        begun = bulk.begin_gather(transport, [Operand(torch.ones(8, 3))])
+        shared.barrier.wait()
+        assert followed[rank] == 0
+        del begun
+        gc.collect()
+        assert followed[rank] == 2  # what arrived, and what left
+
+    assert in_threads(work, 2) == []
+
+
+def test_places_that_speak_against_it_are_named() -> None:
+    here, there = Place(1, 10, 0), Place(2, 11, 0)
+    assert misplaced_because([here, here._replace(gpu=11)]) is None
+    assert misplaced_because([here, there]) == "the group's ranks are on 2 machines"
+    shared = misplaced_because([here, here._replace(may_share=1)])
+    assert shared is not None and "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1, in all of them" in shared
+    assert misplaced_because([here._replace(may_share=1)] * 2) is None
+    many = misplaced_because([here._replace(gpu=n) for n in range(73)])
+    assert many is not None and "73 ranks" in many
 
 
 def test_a_cpu_has_none_and_it_says_so() -> None:

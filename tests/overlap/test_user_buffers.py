@@ -97,3 +97,32 @@ def test_two_calls_need_a_destroy_between_them() -> None:
     ottava.initialize_ub([128, 64], 2)
     with pytest.raises(ValueError, match="already, with shape \\[128, 64\\]: call destroy_ub"):
         ottava.initialize_ub([128, 64], 2)
+
+
+def test_pieces_without_a_method_reach_the_products_that_are_made_in_pieces(caplog: pytest.LogCaptureFixture) -> None:
+    ottava.initialize_ub([128, 64], 2, ub_cfgs={"proj_fprop": {"num_splits": 8}, "qkv_fprop": {"num_splits": 16}})
+    assert schedule_of(EVERYTHING, "row", "proj", True, 2).splits == 8
+    assert schedule_of(EVERYTHING, "column", "qkv", True, 2).splits == 4  # its gather goes in a ring
+    ottava.destroy_ub()
+    both = {"qkv_fprop": {"method": "pipeline", "num_splits": 8}, "qkv_dgrad": {"method": "pipeline", "num_splits": 2}}
+    ottava.initialize_ub([128, 64], 2, ub_cfgs=both)
+    assert schedule_of(EVERYTHING, "column", "qkv", True, 2).splits == 2
+    assert "qkv has one number of pieces for all of its products: 2" in caplog.text
+
+
+def test_a_method_that_a_product_does_not_know_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    unserved = {
+        "qkv_fprop": "bulk",
+        "fc1_wgrad": "pipeline",
+        "proj_wgrad": "bulk",
+        "fc2_dgrad": "bulk",
+    }
+    ottava.initialize_ub([128, 64], 2, ub_cfgs={name: {"method": method} for name, method in unserved.items()})
+    for name, method in unserved.items():
+        assert f"ub_cfgs['{name}'] has method '{method}', which has no effect" in caplog.text
+    assert "nothing travels under it" in caplog.text and caplog.text.count("has no effect") == 4
+    ottava.destroy_ub()
+    caplog.clear()
+    served = {"qkv_fprop": "ring_exchange", "qkv_dgrad": "bulk", "qkv_wgrad": "bulk", "proj_fprop": "pipeline"}
+    ottava.initialize_ub([128, 64], 2, ub_cfgs={name: {"method": method} for name, method in served.items()})
+    assert caplog.text == ""

@@ -13,6 +13,7 @@ import torch
 from ottava.cli.main import main
 from ottava.cli.plan import number_of_tokens
 from ottava.distributed import ParallelPlan
+from ottava.overlap.schedule import default_method
 from ottava.plan import Cluster, NothingFits, estimate, plan_run
 from ottava.plan.calibrate import calibrate
 from ottava.plan.devices import find_gpu, known_gpus, short_name, write_entry
@@ -220,6 +221,20 @@ def test_a_configuration_has_a_layout_of_its_own() -> None:
     layout = layout_of(preset("llama3-70b"), 64)
     assert (layout.replicate, layout.shard, layout.tp, layout.accumulate) == (1, 8, 8, 64)
     assert layout.apply(preset("llama3-70b"), 8).parallel.dp_shard == 8
+
+
+def test_the_overlap_of_a_mesh_is_its_default_unless_the_configuration_has_one() -> None:
+    base = preset("llama3-70b")
+    for tp, on, asked, expected in [
+        (8, True, "none", default_method(8, True)),
+        (8, True, "ring", "ring"),
+        (8, False, "ring", "none"),  # without spread tokens there is nothing to hide
+        (1, False, "none", default_method(1, False)),
+    ]:
+        config = replace(base, parallel=replace(base.parallel, overlap=asked))
+        layout = replace(layout_of(base, 64), tp=tp, sequence_parallel=on, replicate=8 // tp)
+        found = layout.apply(config, 8)
+        assert found.parallel.overlap == expected == found.plan().overlap
 
 
 def test_impossible_clusters_are_refused() -> None:

@@ -90,8 +90,8 @@ def _damage_passes(running: loop.Loop, fault: Fault, stack: ExitStack) -> None:
     stack.enter_context(hook(getattr(module, "module", module), name, once))
 
 
-def train_with(config: Config, port: int, faults: tuple[Fault, ...]) -> tuple[int, str]:
-    """In a rank of `Ranks`: (exit code, message)."""
+def train_with(config: Config, port: int, faults: tuple[Fault, ...], forward_alone: bool = False) -> tuple[int, str]:
+    """In a rank of `Ranks`: (exit code, message). forward_alone: replays are those of a GPU, whose gradients are not compared."""
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.barrier()
     dist.destroy_process_group()
@@ -99,6 +99,8 @@ def train_with(config: Config, port: int, faults: tuple[Fault, ...]) -> tuple[in
 
     def damaged(self: loop.Loop, step: int) -> loop.Step:
         stack.close()  # a fault of the step before stays while that is run again
+        if forward_alone:
+            self.guard._backward, self.guard._forward_alone = False, True
         for fault in [fault for fault in waiting if fault.step == step]:
             waiting.remove(fault)
             if fault.rank == rank and fault.place in ("output", "gradient"):

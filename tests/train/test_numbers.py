@@ -33,9 +33,9 @@ class Team:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
 
-    def run(self, config: Config, *faults: Fault, timeout: float = 240.0) -> int:
+    def run(self, config: Config, *faults: Fault, timeout: float = 240.0, forward_alone: bool = False) -> int:
         store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        answers = self.ranks.run(train_with, config, store.port, faults, timeout=timeout)
+        answers = self.ranks.run(train_with, config, store.port, faults, forward_alone, timeout=timeout)
         self.said = next((text for _, text in answers if text), "")
         codes = {code for code, _ in answers}
         assert len(codes) == 1, answers
@@ -137,6 +137,23 @@ def test_flipped_bits_are_found_by_a_replay_with_their_rank_and_the_run_is_what_
         "transient" if f.place in kinds else "persistent" for f in faults
     ]
     assert losses(config) == losses(whole)
+
+
+@pytest.mark.parametrize("gathered", [False, True], ids=["gathered again", "stays gathered"])
+def test_a_replay_without_backward_finds_flips_and_leaves_the_run_as_it_would_have_been(two, folder, gathered):
+    """As on a GPU, whose gradients do not repeat themselves. The passes after it must not notice."""
+    options: dict[str, Any] = {
+        "train": {"steps": 5},
+        "precision": {"recipe": "DelayedScaling"},
+        "parallel": {"reshard_after_forward": not gathered},
+    }
+    config = small(folder, f"forward-{gathered}", health={"replay_every": 1}, checkpoint={"every": 1}, **options)
+    flips = (Fault(2, 1, "output", seed=3), Fault(3, 0, "output", seed=4, call=3))
+    assert two.run(config, *flips, forward_alone=True) == exits.DONE, two.said
+    found = blamed(config)
+    assert {step: (f["kind"], f["rank"]) for step, f in found.items()} == {2: ("replay", 1), 3: ("replay", 0)}
+    undisturbed = small(folder, f"forward-{gathered}-whole", **options)
+    assert two.run(undisturbed) == exits.DONE and losses(config) == losses(undisturbed)
 
 
 def test_replicas_that_differ_are_found_and_the_rank_is_told_after_the_steps_were_done_again(two, folder):

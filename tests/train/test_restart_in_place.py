@@ -19,10 +19,11 @@ pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for th
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-def job(folder: Path, name: str, ranks: int = 2, **health: Any) -> Config:
+def job(folder: Path, name: str, ranks: int = 2, clip: float = 1.0, **health: Any) -> Config:
     return tiny(
         folder,
         name,
+        optimizer={"clip": clip},
         train={"steps": 30, "evaluate_every": 0},
         precision={"recipe": "none"},
         metrics={"fp8_every": 0},
@@ -55,7 +56,9 @@ def test_torchrun_never_learns_that_a_rank_died(tmp_path):
 
 @pytest.mark.extra
 def test_on_fewer_ranks_with_the_same_bits(tmp_path):
-    config, whole = job(tmp_path, "run", 4, after_death="shrink"), job(tmp_path, "whole", 4)
+    """Sums of gradients have the same order on 2 and 4 ranks of a CPU. The norm is taken shard by shard, and so is right to a rounding:
+    it must not enter the weights here."""
+    config, whole = job(tmp_path, "run", 4, clip=0.0, after_death="shrink"), job(tmp_path, "whole", 4, clip=0.0)
     assert end(start(whole))[0] == 0
     launcher = start(config)
     wait_for_step(config, 8, launcher)
@@ -64,7 +67,10 @@ def test_on_fewer_ranks_with_the_same_bits(tmp_path):
     assert len(ranks_of(launcher)) == 2  # 3 cannot share 8 sequences in microbatches of 2
     code, output = end(launcher)
     assert code == 0 and "Resuming from" in output, output  # copies are of 4 ranks
-    assert by_step(lines(config)) == by_step(lines(whole))  # float32 on a CPU: sums have an order
+    found, wanted = by_step(lines(config)), by_step(lines(whole))
+    norms = [{step: values[1] for step, values in each.items()} for each in (found, wanted)]
+    rest = [{step: values[:1] + values[2:] for step, values in each.items()} for each in (found, wanted)]
+    assert rest[0] == rest[1] and norms[0] == pytest.approx(norms[1], rel=1e-6)
 
 
 @pytest.mark.extra

@@ -37,16 +37,18 @@ def start(config: Config, *launcher: str, **options: Any) -> subprocess.Popen[st
 
 
 def as_in_a_terminal() -> None:
-    """What a shell starts behind `&` ignores Ctrl-C, and so do we then; a test may have been started so."""
+    """What a shell starts behind `&` ignores Ctrl-C, behind nohup a lost terminal, and so do we then; a test may have been started so."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)
 def _in_a_terminal() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
     as_in_a_terminal()
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str]:

@@ -3,6 +3,7 @@
     ottava bench overlap --ranks 2                              CPU ranks, or two ranks on one GPU; it starts them itself
     torchrun --nproc-per-node 8 -m ottava bench overlap         one rank a GPU
     ottava bench overlap --model h200 --ranks 8                 on paper: nothing is run
+    ottava bench overlap --beside-fsdp --trace trace.json       a training step, FSDP2's gathers beside it (`overlap_beside.py`)
 
 For qkv, proj, fc1 and fc2 in forward, dgrad and wgrad: the collective alone, the product alone, one after the other, overlapped, what no
 schedule can beat, and the share of the collective that is hidden. Then the crossing: by measurement, and by the estimate from which the
@@ -26,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ottava.bench import report, timing
+from ottava.bench import overlap_beside, report, timing
 from ottava.bench.options import count
 from ottava.bench.overlap_products import Case, Setting, cases
 from ottava.bench.overlap_ranks import joined, start_ranks, under_launcher
@@ -80,6 +81,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace", type=Path, default=None, help="Chrome/Perfetto trace of every overlapped product, of rank 0"
     )
     parser.add_argument(
+        "--beside-fsdp",
+        action="store_true",
+        help=f"instead: a step of a small Llama, weights gathered by FSDP2 over {overlap_beside.SHARDS} times as many ranks",
+    )
+    parser.add_argument(
         "--model", metavar="GPU", default=None, help="print what the rates of this GPU promise, and run nothing"
     )
     parser.add_argument(
@@ -102,6 +108,8 @@ def run(options: argparse.Namespace) -> int:
     try:
         if options.model is not None:
             return _print_model(options)
+        if options.beside_fsdp:
+            return _beside_fsdp(options)
         size = int(os.environ["WORLD_SIZE"]) if under_launcher() else options.ranks or 2
         sweep = _sweep(options, size)
         if size < 2:
@@ -116,6 +124,20 @@ def run(options: argparse.Namespace) -> int:
         with joined() as device:
             return measure(options, sweep, device)
     return start_ranks(size, measure, options, sweep)
+
+
+def _beside_fsdp(options: argparse.Namespace) -> int:
+    shards = overlap_beside.SHARDS
+    if not under_launcher():
+        return start_ranks(shards * (options.ranks or 2), overlap_beside.measure, options)
+    world = int(os.environ["WORLD_SIZE"])
+    options.ranks = options.ranks or world // shards
+    if options.ranks < 2 or options.ranks * shards != world:
+        raise ValueError(
+            f"--beside-fsdp needs {shards} x --ranks processes, and --ranks 2 or more; the launcher has started {world}."
+        )
+    with joined() as device:
+        return overlap_beside.measure(options, device)
 
 
 def _sweep(options: argparse.Namespace, size: int) -> list[int]:

@@ -21,7 +21,7 @@ from ottava.nn.strategy import Later, backend
 from ottava.overlap import bulk, collectives
 from ottava.overlap.cost import Choice, crossing, machine_of
 from ottava.overlap.cost import Product as Sizes
-from ottava.overlap.engine import Engine, travelling_bytes
+from ottava.overlap.engine import Engine, gathered_product, scattered_product, travelling_bytes
 from ottava.overlap.schedule import Schedule
 from ottava.overlap.transports import transport_of
 from ottava.plan.overlap_time import LayerShape
@@ -163,7 +163,7 @@ class Stage:
     def two_copies(self) -> bool:
         """Whether a gradient's columnwise copy travels beside its rowwise one."""
         scheme = self.dy.rows.scheme
-        return scheme is not None and not scheme.per_tensor
+        return scheme is not None and scheme.two_copies
 
     def wgrad(self) -> Tensor:
         """The weight's gradient, of all tokens."""
@@ -239,8 +239,7 @@ def _column(stage: Stage, direction: str) -> Case:
         choice = stage.chooser().choose_scatter([rows], whole.shape[1], whole.dtype, dgrad=True)
         if not choice.overlaps:  # the sum goes under wgrad then
             choice = replace(choice, method="bulk")
-        sizes = Sizes(whole.shape[0], _contraction(rows), whole.shape[1], whole.nbytes, rows.scheme is not None)
-        crossing_at = _crossing("scatter", stage, sizes)
+        crossing_at = _crossing("scatter", stage, scattered_product([rows], whole.shape[1], whole.dtype))
     return Case(
         stage.name, "dgrad", "all-gather + reduce-scatter" if pipelined else "all-gather", "pipeline" if pipelined else "bulk",
         lambda: stage.dgrad([rows]), lambda: (stage.gather(columns), pipelined and stage.scatter(whole)), sequential, overlapped, sent,
@@ -285,7 +284,7 @@ def _row(stage: Stage, direction: str) -> Case:
     made = stage.fprop([rows])
     engine = stage.chooser()
     choice = engine.choose_scatter([rows], made.shape[1], made.dtype)
-    sizes = Sizes(made.shape[0], _contraction(rows), made.shape[1], made.nbytes, rows.scheme is not None)
+    sizes = scattered_product([rows], made.shape[1], made.dtype)
     return Case(
         stage.name, "forward", "reduce-scatter", stage.schedule.scatter, lambda: stage.fprop([rows]), lambda: stage.scatter(made),
         lambda: [stage.scatter(stage.fprop([rows]))], lambda: [stage.on.fprop([rows], stage.fprop, [])],
@@ -314,23 +313,12 @@ def _gathered_product(
 
     engine = stage.chooser()
     choice = engine.choose_gather([part], multiply.features)
-    size = stage.setting.size
-    sizes = Sizes(
-        size * part.data.shape[0],
-        _contraction(part),
-        multiply.features,
-        size * travelling_bytes([part]),
-        part.scheme is not None,
-    )
+    sizes = gathered_product([part], multiply.features, stage.setting.size)
     return Case(
         stage.name, direction, "all-gather" if columns is None else "all-gather, twice", stage.schedule.gather,
         lambda: multiply([whole]), lambda: stage.gather(*travelling), sequential, overlapped,
         stage.gathered_bytes(*travelling), choice, _crossing("gather", stage, sizes),
     )  # fmt: skip
-
-
-def _contraction(operand: Operand) -> int:
-    return operand.data.shape[1] * (1 if operand.scheme is None else operand.scheme.elements_per_byte)
 
 
 def _crossing(collective: str, stage: Stage, sizes: Sizes) -> int | None:

@@ -23,6 +23,7 @@ from ottava.checkpoint.names import (
 )
 from ottava.checkpoint.storage import Folder, size_of
 from ottava.exchange import travels
+from ottava.untrusted.files import once_each
 from ottava.untrusted.stamps import Stamp, bytes_held, stamp_of
 
 SCHEMA = "ottava-checkpoint"
@@ -102,7 +103,7 @@ def read_json(folder: Folder, name: str) -> dict[str, Any]:
 def json_object(text: bytes, name: str) -> dict[str, Any]:
     """What the text of the file `name` says."""
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=once_each)
     # Not JSON, not UTF-8, a number of thousands of digits; nested too deep.
     except (ValueError, RecursionError) as error:
         raise InvalidCheckpoint.of(name, f"is not valid JSON (truncated or damaged): {str(error)[:120]}") from error

@@ -16,9 +16,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _explain(options: argparse.Namespace) -> int:
     from ottava.train.explain import explain
+    from ottava.untrusted.files import shown
 
     try:
-        print(explain(options.folder, options.step))
+        print(shown(explain(options.folder, options.step)))
     except (ValueError, OSError) as error:
         print(f"ottava explain: {error}", file=sys.stderr)
         return 2

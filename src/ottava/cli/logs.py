@@ -17,9 +17,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _logs(options: argparse.Namespace) -> int:
     from ottava.doctor.run_logs import as_text
+    from ottava.untrusted.files import shown
 
     try:
-        print(as_text(options.folder, options.rank, options.lines))
+        print(shown(as_text(options.folder, options.rank, options.lines)))
     except (ValueError, OSError) as error:
         print(f"ottava logs: {error}", file=sys.stderr)
         return 2

@@ -17,11 +17,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _status(options: argparse.Namespace) -> int:
     from ottava.doctor.run_status import run_status
+    from ottava.untrusted.files import shown
 
     try:
         found = run_status(options.folder)
     except (ValueError, OSError) as error:
         print(f"ottava status: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(found.as_json(), indent=1) if options.json else found.as_text())
+    print(json.dumps(found.as_json(), indent=1) if options.json else shown(found.as_text()))
     return 0

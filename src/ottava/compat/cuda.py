@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 _LOG = logging.getLogger(__name__)
+_SETTLE_SECONDS, _SETTLED_READINGS = 0.5, 3
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -105,15 +106,22 @@ def _set_device(device: Any) -> None:
     """There is one."""
 
 
-def _synchronize(device: Any = None) -> None:
-    """Nothing is under way."""
+def _settled(count: Callable[[], int]) -> None:
+    """Waits until memory in use stays the same: a thread of gloo frees what it has sent a moment after who waits for it goes on, and a
+    script that synchronizes wants to measure."""
+    before, same, deadline = count(), 0, time.perf_counter() + _SETTLE_SECONDS
+    while same < _SETTLED_READINGS and time.perf_counter() < deadline:
+        time.sleep(0.005)
+        now = count()
+        same = same + 1 if now == before else 0
+        before = now
 
 
 def answers() -> dict[str, Any]:
     """What takes the place of which name of `torch.cuda`."""
     found: dict[str, Any] = {
         "set_device": _set_device,
-        "synchronize": _synchronize,
+        "synchronize": lambda device=None: None,
         "current_device": lambda: 0,
         "get_device_capability": lambda device=None: (0, 0),
         "Event": CpuEvent,
@@ -121,6 +129,7 @@ def answers() -> dict[str, Any]:
     count = _heap_counter()
     if count is not None:
         found["memory_allocated"] = lambda device=None: count()
+        found["synchronize"] = lambda device=None: _settled(count)
     if _STATUS.exists() and _CLEAR.exists():
         found |= {"max_memory_allocated": _peak_resident_bytes, "reset_peak_memory_stats": _reset_peak}
     return found

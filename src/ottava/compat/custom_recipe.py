@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ottava.compat.quantizers import (
@@ -14,8 +14,9 @@ from ottava.compat.quantizers import (
     QuantizerRequest,
     QuantizerRole,
 )
-from ottava.compat.tensors import HYBRID_SCHEMES
-from ottava.quant.scheme import ROLES, Scheme, weight_scheme
+from ottava.compat.tensors import HYBRID_RECIPES, IDENTITY_RECIPES
+from ottava.notices import warn_once
+from ottava.quant.scheme import ROLES, Scheme
 from ottava.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -26,7 +27,7 @@ from ottava.recipe import (
     Recipe,
 )
 
-__all__ = ["CustomRecipe"]
+__all__ = ["CustomRecipe", "Unquantized"]
 
 _TENSOR_TYPES = dict(zip(ROLES, ("input", "weight", "grad_output")))
 
@@ -42,6 +43,13 @@ class CustomRecipe(metaclass=_Resolved):
     """Asks `qfactory` once, for a linear layer's input, weight and gradient; layers cannot be told apart by their names."""
 
 
+@dataclass(frozen=True)
+class Unquantized(Recipe):
+    """A recipe whose quantizers are all `IdentityQuantizer`s: contexts that are given it are switched off."""
+
+    quantizes = False
+
+
 def _resolve(qfactory: Callable, override: str | None) -> Recipe:
     answers = {role: qfactory(QuantizerRole("linear", kind)) for role, kind in _TENSOR_TYPES.items()}
     requests = [a for a in answers.values() if isinstance(a, QuantizerRequest)]
@@ -53,6 +61,9 @@ def _resolve(qfactory: Callable, override: str | None) -> Recipe:
                 f"CustomRecipe: qfactory answered {type(answer).__name__} for the {_TENSOR_TYPES[role]} of a linear layer; "
                 "a quantizer of transformer_engine.pytorch was expected."
             )
+    if all(isinstance(answer, IdentityQuantizer) for answer in answers.values()):
+        IDENTITY_RECIPES.append(Unquantized())
+        return IDENTITY_RECIPES[-1]
     if override is None:
         override = _backward(answers)
     hybrid = isinstance(answers["weight"], HybridQuantizer)
@@ -62,7 +73,12 @@ def _resolve(qfactory: Callable, override: str | None) -> Recipe:
     schemes = {role: None if answer is None else answer.scheme() for role, answer in answers.items()}
     recipe = _recipe_of(schemes, override)
     if hybrid:
-        HYBRID_SCHEMES.add(weight_scheme(recipe))
+        HYBRID_RECIPES.append(recipe)
+    if hybrid and override == "high_precision":
+        warn_once(
+            "CustomRecipe: the weights' columnwise direction is to be in high precision. Weights that quantized_model_init stores in FP8 "
+            "have no such copy here: their backward multiplies by the dequantized bytes.",
+        )
     return recipe
 
 

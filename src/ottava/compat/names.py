@@ -49,6 +49,13 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "transformer_engine.pytorch.tensor.mxfp8_tensor": _TENSORS,
     "transformer_engine.pytorch.tensor.nvfp4_tensor": _TENSORS,
     "transformer_engine.pytorch.tensor.quantized_tensor": _TENSORS,
+    "transformer_engine.pytorch.tensor.storage": _TENSORS,
+    "transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage": _TENSORS,
+    "transformer_engine.pytorch.tensor.storage.float8_tensor_storage": _TENSORS,
+    "transformer_engine.pytorch.tensor.storage.hybrid_tensor_storage": _TENSORS,
+    "transformer_engine.pytorch.tensor.storage.identity_tensor_storage": _TENSORS,
+    "transformer_engine.pytorch.tensor.storage.mxfp8_tensor_storage": _TENSORS,
+    "transformer_engine.pytorch.tensor.storage.nvfp4_tensor_storage": _TENSORS,
     "transformer_engine.pytorch.transformer": _MODULES,
     "transformer_engine.pytorch.utils": ("ottava.compat.support",),
 }

@@ -12,6 +12,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from ottava.compat.gathers import lend_hooks, take_hooks_back
 from ottava.compat.names import FOREIGN, INSTEAD, SOURCES, VERSION
 from ottava.compat.tensors import lend_attributes, take_attributes_back
 
@@ -110,6 +111,7 @@ def install() -> None:
         _REPLACED[name] = sys.modules.pop(name)
     sys.meta_path.insert(0, _FINDER)
     lend_attributes()
+    lend_hooks()
     for name in SOURCES:
         importlib.import_module(name)
 
@@ -120,6 +122,7 @@ def uninstall() -> None:
         return
     sys.meta_path.remove(_FINDER)
     take_attributes_back()
+    take_hooks_back()
     for name in _loaded():
         del sys.modules[name]
     sys.modules.update(_REPLACED)

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ottava.quant.scheme import Scheme
+from torch import Tensor
+
+from ottava.compat.storages import DirectionStorage, IdentityTensorStorage
 from ottava.quant.tensor import QuantizedTensor
+from ottava.quant.weight import Weight
+from ottava.quant.weight_memory import COLUMNWISE, ROWWISE
+from ottava.recipe import Recipe
 
 __all__ = [
     "Float8BlockwiseQTensor",
@@ -14,6 +19,8 @@ __all__ = [
     "Float8TensorStorage",
     "HybridQuantizedTensor",
     "HybridQuantizedTensorStorage",
+    "IdentityTensor",
+    "IdentityTensorStorage",
     "MXFP8Tensor",
     "MXFP8TensorStorage",
     "NVFP4Tensor",
@@ -22,8 +29,10 @@ __all__ = [
     "QuantizedTensorStorage",
 ]
 
-HYBRID_SCHEMES: set[Scheme] = set()
-"""Schemes of weights that a `CustomRecipe` of this program has asked for by a `HybridQuantizer`."""
+HYBRID_RECIPES: list[Recipe] = []
+"""Recipes that a `CustomRecipe` of this program stands for and whose weights a `HybridQuantizer` makes. Objects: others are equal."""
+IDENTITY_RECIPES: list[Any] = []
+"""Recipes of this program that leave everything in high precision."""
 
 
 class _OfKind(type):
@@ -31,7 +40,8 @@ class _OfKind(type):
 
     def __instancecheck__(cls, instance: Any) -> bool:
         stored = isinstance(instance, QuantizedTensor) and instance.stored_quantized
-        return stored and instance.scheme.tensor_class == cls.__name__
+        bytes_there = stored or isinstance(instance, DirectionStorage)
+        return bytes_there and instance.scheme.tensor_class == cls.__name__
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         raise ValueError(f"{cls.__name__} cannot be constructed here: use ottava.quantize(x, recipe, role=...).")
@@ -53,16 +63,32 @@ class NVFP4Tensor(metaclass=_OfKind):
     """Blocks of 16: `NVFP4BlockScaling`."""
 
 
-class _OfHybridScheme(_OfKind):
+def _is_hybrid(tensor: Any) -> bool:
+    stored = isinstance(tensor, Weight) and tensor.stored_quantized
+    return stored and any(tensor.memory.recipe is recipe for recipe in HYBRID_RECIPES)
+
+
+class _OfHybridRecipe(_OfKind):
     def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, QuantizedTensor) and instance.stored_quantized and instance.scheme in HYBRID_SCHEMES
+        return _is_hybrid(instance)
 
 
-class HybridQuantizedTensor(metaclass=_OfHybridScheme):
+class HybridQuantizedTensor(metaclass=_OfHybridRecipe):
     """A weight that was asked for by a `HybridQuantizer`. (All weights of Ottava have both directions.)"""
 
 
-# There the bytes without a tensor around them. Ottava has no such thing: what has the bytes is the tensor.
+class _OfHighPrecision(_OfKind):
+    def __instancecheck__(cls, instance: Any) -> bool:
+        matrix = isinstance(instance, Tensor) and instance.is_floating_point() and instance.dim() == 2
+        return bool(IDENTITY_RECIPES) and matrix and not isinstance(instance, QuantizedTensor)
+
+
+class IdentityTensor(metaclass=_OfHighPrecision):
+    """A weight that an `IdentityQuantizer` leaves as it is. In Ottava that is a plain tensor: once the program has made a recipe that
+    quantizes nothing, every plain matrix is taken for one."""
+
+
+# There the bytes without a tensor around them: here the tensor, and its directions (`storages.py`).
 QuantizedTensorStorage = QuantizedTensor
 Float8TensorStorage = Float8Tensor
 Float8BlockwiseQTensorStorage = Float8BlockwiseQTensor
@@ -81,10 +107,19 @@ _ATTRIBUTES: dict[str, Any] = {
     "_rowwise_scale_inv": property(lambda q: q.rowwise_scale_inv),
     "_columnwise_data": property(lambda q: q.columnwise_data),
     "_columnwise_scale_inv": property(lambda q: q.columnwise_scale_inv),
-    "_rowwise_storage": property(lambda q: q),
-    "_columnwise_storage": property(lambda q: q),
+    "_rowwise_storage": property(lambda q: DirectionStorage(q, ROWWISE)),
+    "_columnwise_storage": property(lambda q: _columnwise_storage(q)),
+    "rowwise_sub_storage": property(lambda q: DirectionStorage(q, ROWWISE)),
+    "columnwise_sub_storage": property(lambda q: _columnwise_storage(q)),
     "quantize_": lambda q, tensor: q.requantize_(tensor),
 }
+
+
+def _columnwise_storage(tensor: QuantizedTensor) -> Any:
+    """What backward multiplies by: columnwise bytes, or the values where backward is not quantized."""
+    if _is_hybrid(tensor) and tensor.memory.recipe.backward_override is not None:  # type: ignore[attr-defined]
+        return IdentityTensorStorage(tensor.dequantize())
+    return DirectionStorage(tensor, COLUMNWISE)
 
 
 def lend_attributes() -> None:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecision, MixedPrecisionPolicy
 
+from ottava import torch_private
 from ottava.distributed.agreement import check_agreement
 from ottava.distributed.fsdp import keep_whole, refresh, shard_model
 from ottava.distributed.fsdp1 import ddp, shard_model_fsdp1
@@ -159,6 +160,7 @@ def prefetch_blocks(blocks: Iterable[nn.Module], count: int) -> None:
             raise ValueError(f"prefetch_blocks takes modules that fully_shard has sharded, got {type(block).__name__}.")
         sharded.append(block)
     for i, unit in enumerate(sharded if count > 0 else []):
+        torch_private.gather_without_streams(unit)
         unit.set_modules_to_forward_prefetch(sharded[i + 1 : i + 1 + count])
         unit.set_modules_to_backward_prefetch(sharded[max(i - count, 0) : i][::-1])
 

@@ -18,9 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from ottava.train.rank_log import END, ERROR, START
+from ottava.untrusted.files import read_tail
 
 TAIL = 40
 """Lines of a file that are shown."""
+LONGEST = 2000
+"""Letters of a line."""
+WHO = {"time": (int, float), "size": (int,), "pid": (int,), "host": (str,)}
+"""What the first line of a section must say."""
 _ERROR = re.compile(
     r"^(?:\[[^\]]*\]:?\s*)?(?:[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|NonFinite)\b.*|Traceback \(most recent call last\):)$"
 )
@@ -42,9 +47,9 @@ class RankLog:
     """Restart of the launcher that wrote it."""
 
     @property
-    def text(self) -> str:
-        """All of it."""
-        return self.path.read_text(encoding="utf-8", errors="replace")
+    def lines(self) -> list[str]:
+        """All of them, or the last few megabytes; of a very long one the beginning."""
+        return [line[:LONGEST] for line in read_tail(self.path).splitlines()]
 
 
 @dataclass(frozen=True)
@@ -67,18 +72,28 @@ class Section:
         at = next((n for n, line in enumerate(self.lines) if line.startswith(ERROR)), None)
         if at is None:
             return None
-        return float(self.lines[at].removeprefix(ERROR)), tuple(line for line in self.lines[at + 1 :] if line != END)
+        return _seconds(self.lines[at]), tuple(line for line in self.lines[at + 1 :] if line != END) or (UNSAID,)
+
+
+UNSAID = "an error of which nothing was written"
+
+
+def _seconds(line: str) -> float:
+    """When an error was noted; 0.0 if the line is damaged."""
+    try:
+        return float(line.removeprefix(ERROR))
+    except ValueError:
+        return 0.0
 
 
 def last_section(log: RankLog) -> Section | None:
     """None: no log of this kind."""
-    lines = log.text.splitlines()
+    lines = log.lines
     starts = [n for n, line in enumerate(lines) if line.startswith(START)]
     if not starts:
         return None
-    try:
-        who = json.loads(lines[starts[-1]].removeprefix(START))
-    except ValueError:
+    who = _decoded(lines[starts[-1]].removeprefix(START))
+    if any(type(who.get(key)) not in kinds for key, kinds in WHO.items()):
         return None
     return Section(log, who, tuple(lines[starts[-1] + 1 :]))
 
@@ -131,23 +146,25 @@ def _launched(folder: Path) -> dict[tuple[str, ...], str]:
     """The rank, by the last parts (run, attempt, number on its machine) of the folder where a launcher keeps what it prints."""
     found = {}
     for path in (folder / "logs").glob("rank-*.log"):
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith(START) and (beside := _decoded(line.removeprefix(START)).get("launcher")):
+        for line in read_tail(path).splitlines() if path.is_file() else ():
+            beside = _decoded(line.removeprefix(START)).get("launcher") if line.startswith(START) else None
+            if isinstance(beside, str):
                 found[Path(beside).parts[-3:]] = path.stem.removeprefix("rank-")
     return found
 
 
 def _decoded(text: str) -> dict[str, Any]:
     try:
-        return json.loads(text)
-    except ValueError:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
         return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _rank_of_folder(folder: Path) -> str:
     try:
-        return (folder / "rank").read_text(encoding="utf-8").strip()
-    except OSError:
+        return read_tail(folder / "rank", 100).strip()
+    except ValueError:  # there is none
         return folder.name
 
 
@@ -167,7 +184,7 @@ def errors(folder: Path) -> list[RankError]:
         when = log.path.stat().st_mtime
         if log.path in own or (log.attempt != attempt and not beside) or when < since.get(log.rank, 0.0):
             continue
-        lines = log.text.splitlines()
+        lines = log.lines
         start = next((n for n, line in enumerate(lines) if _ERROR.match(line)), None)
         if start is not None:
             found.append(RankError(log, tuple(lines[start : start + TAIL]), when + COPY_S))
@@ -202,6 +219,6 @@ def as_text(folder: Path, rank: int | None = None, lines: int = TAIL) -> str:
     if first is not None and rank in (None, first.log.rank):
         parts.append(f"First error: {first.last_line}\n" + "\n".join(f"  {line}" for line in first.lines))
     for log in logs:
-        tail = log.text.splitlines()[-lines:]
+        tail = log.lines[-lines:]
         parts.append(f"==> rank {log.rank}: {log.path.relative_to(folder)}\n" + "\n".join(tail))
     return "\n\n".join(parts)

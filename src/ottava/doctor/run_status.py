@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -9,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from ottava.detect.exposed import SHARE
-from ottava.doctor.run_logs import first_error
+from ottava.doctor.run_logs import LONGEST, first_error
 from ottava.train.communication import GATHER_EVERY
 from ottava.train.metrics import FILE, read_metrics
+from ottava.train.report_input import is_number, plain_config, plain_steps, readable
 from ottava.train.run_folder import CONFIG_FILE, SUMMARY_FILE
 from ottava.train.summary import table
-from ottava.untrusted.files import read_json, read_toml
+from ottava.untrusted.files import read_json, read_tail, read_toml
 
 RECENT = 50
 """Steps over which rates are taken."""
@@ -98,20 +100,22 @@ def run_status(folder: Path, now: float | None = None) -> RunStatus:
     now = time.time() if now is None else now
     if not (folder / CONFIG_FILE).is_file() and not (folder / FILE).is_file():
         raise ValueError(f"{folder} is not a run: it has neither {CONFIG_FILE} nor {FILE}.")
-    config = _toml(folder / CONFIG_FILE)
+    config = plain_config(readable(read_toml, folder / CONFIG_FILE))
     steps = config.get("train", {}).get("steps")
-    lines = list(read_metrics(folder / FILE)) if (folder / FILE).is_file() else []
-    summary = read_json(folder / SUMMARY_FILE) if (folder / SUMMARY_FILE).is_file() else {}
+    steps = steps if type(steps) is int and is_number(steps) else None
+    lines = plain_steps(read_metrics(folder / FILE)) if (folder / FILE).is_file() else []
+    summary = readable(read_json, folder / SUMMARY_FILE)
+    outcome = str(summary.get("outcome", "ended"))
     common: dict[str, Any] = {"run": str(folder), "steps": steps, "stalls": _stalls(folder)}
     found = first_error(folder)
     common["error"] = None if found is None else found.last_line
     common |= _checkpoint(folder, now)
     if not lines:
-        return RunStatus(state="starting" if not summary else summary["outcome"], **common)
+        return RunStatus(state="starting" if not summary else outcome, **common)
     recent, last = lines[-RECENT:], lines[-1]
     usual = _median(recent, "step_s")
     silent = max(now - (folder / FILE).stat().st_mtime, 0.0)
-    ended = summary.get("outcome") if summary.get("step") == last["step"] else None
+    ended = outcome if summary.get("step") == last["step"] else None
     running = silent < max(LONG * (usual or 0.0), LEAST_PAUSE_S)
     waits = _median(recent, "communication_s")
     events = [f"step {line['step']}: {line['event']}" for line in lines if line.get("event")]
@@ -120,16 +124,16 @@ def run_status(folder: Path, now: float | None = None) -> RunStatus:
     return RunStatus(
         state=ended or ("running" if running and not failed else quiet),
         step=last["step"],
-        tokens=last.get("tokens"),
-        loss=next((line["loss"] for line in reversed(lines) if line.get("loss") is not None), None),
+        tokens=_finite(last.get("tokens")),
+        loss=next((line["loss"] for line in reversed(lines) if _finite(line.get("loss")) is not None), None),
         tokens_per_s=_median(recent, "tokens_per_s"),
         step_s=usual,
         mfu=_median(recent, "mfu"),
         communication=waits / usual if waits is not None and usual else None,
-        reserved_gib=last.get("peak_reserved_gib"),
+        reserved_gib=_finite(last.get("peak_reserved_gib")),
         silent_s=None if ended else silent,
         eta_s=(steps - last["step"]) * usual if steps and usual and running and not (ended or failed) else None,
-        restarts=last.get("attempt", 0),
+        restarts=int(_finite(last.get("attempt")) or 0),
         events=tuple(events[-3:]),
         stragglers=_stragglers(recent),
         **common,
@@ -141,8 +145,9 @@ def _stragglers(lines: list[dict[str, Any]]) -> tuple[str, ...]:
     looks = sum(line["step"] % GATHER_EVERY == 0 for line in lines)
     slow: dict[int, list[float]] = {}
     for line in lines:
-        if line.get("slow_rank") is not None:
-            slow.setdefault(line["slow_rank"], []).append(line["slow_rank_times"])
+        times = _finite(line.get("slow_rank_times"))
+        if line.get("slow_rank") is not None and times is not None:
+            slow.setdefault(line["slow_rank"], []).append(times)
     return tuple(
         f"rank {rank}: {statistics.median(times):.2g} times the others' work"
         for rank, times in sorted(slow.items())
@@ -150,13 +155,13 @@ def _stragglers(lines: list[dict[str, Any]]) -> tuple[str, ...]:
     )
 
 
-def _toml(path: Path) -> dict[str, Any]:
-    return read_toml(path) if path.is_file() else {}
-
-
 def _median(lines: list[dict[str, Any]], key: str) -> float | None:
-    values = [line[key] for line in lines if line.get(key) is not None]
+    values = [line[key] for line in lines if _finite(line.get(key)) is not None]
     return statistics.median(values) if values else None
+
+
+def _finite(value: Any) -> Any:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _checkpoint(folder: Path, now: float) -> dict[str, Any]:
@@ -170,10 +175,8 @@ def _checkpoint(folder: Path, now: float) -> dict[str, Any]:
 
 def _stalls(folder: Path) -> tuple[str, ...]:
     """First lines of what watchdogs wrote, each once."""
-    texts = [
-        path.read_text(encoding="utf-8", errors="replace") for path in sorted((folder / "stalls").glob("rank-*.txt"))
-    ]
-    return tuple(dict.fromkeys(text.splitlines()[0] for text in texts if text.strip()))
+    texts = [read_tail(path) for path in sorted((folder / "stalls").glob("rank-*.txt")) if path.is_file()]
+    return tuple(dict.fromkeys(text.splitlines()[0][:LONGEST] for text in texts if text.strip()))
 
 
 def _shown(value: Any, form: str, after: str = "") -> str:

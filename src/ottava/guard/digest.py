@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 ROW = 256
+MOST_KEPT = 2**18
+"""Factors of rows that stay on a device: 2 MiB, for tensors of up to 512 MiB."""
+_FACTORS: dict[torch.device, Tensor] = {}
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x5851F42D4C957F2D  # a factor of Knuth's generators: neighbouring rows get very different ones
 
@@ -26,14 +29,34 @@ def digest(tensor: Tensor) -> Tensor:
     words = _words(tensor.detach().contiguous().view(-1))
     count = words.numel()
     whole = count - count % ROW
-    total = torch.full((), tensor.nbytes, dtype=torch.int64, device=tensor.device)
+    total: Tensor | None = None
     if whole:
         rows = torch.hash_tensor(words[:whole].view(-1, ROW), dim=1).view(torch.int64)
-        number = torch.arange(1, rows.numel() + 1, dtype=torch.int64, device=tensor.device)
-        total = total + (rows * (number * _ODD | 1)).sum()
+        total = (rows * _factors(rows.numel(), tensor.device)).sum()
     if whole < count:
-        total = total + torch.hash_tensor(words[whole:]).view(torch.int64) * _ODD
-    return total
+        rest = torch.hash_tensor(words[whole:]).view(torch.int64) * _ODD
+        total = rest if total is None else total + rest
+    if total is None:
+        return torch.zeros((), dtype=torch.int64, device=tensor.device)
+    return total + tensor.nbytes
+
+
+@torch.no_grad()
+def digest_rows(rows: Tensor) -> Tensor:
+    """int64 [n]: the digest of every row of a contiguous tensor [n, ROW] of any type."""
+    size = rows[0].nbytes if len(rows) else 0
+    return torch.hash_tensor(rows.view(torch.int64), dim=1).view(torch.int64) * _ODD + size
+
+
+def _factors(count: int, device: torch.device) -> Tensor:
+    """int64 [count]: one for each row, odd. Those of most tensors are made once."""
+    made = _FACTORS.get(device)
+    if made is None or made.numel() < count:
+        size = max(count, MOST_KEPT)
+        made = torch.arange(1, size + 1, dtype=torch.int64, device=device) * _ODD | 1
+        if size == MOST_KEPT:
+            _FACTORS[device] = made
+    return made[:count]
 
 
 def _words(flat: Tensor) -> Tensor:

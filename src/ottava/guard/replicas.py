@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ottava.guard.digest import ROW, digest, read
+from ottava.guard.digest import ROW, digest, digest_rows, read
 from ottava.guard.finding import Finding
 from ottava.guard.state import Entry
 
@@ -22,17 +23,18 @@ Gather = Callable[[Tensor], list[Tensor]]
 """A tensor [n, ...] of this rank on the CPU -> those of all ranks, in order; n may differ from rank to rank."""
 
 
-class Sealed(NamedTuple):
-    """The digests of a rank's state at one moment."""
+class Sealed:
+    """The digests of a rank's state at one moment. Nobody waits until they are asked for."""
 
-    entries: list[Entry]
-    numbers: list[int]
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        self.entries = list(entries)
+        self._digests = [digest(entry.tensor) for entry in self.entries]
 
-    @classmethod
-    def of(cls, entries: Iterable[Entry]) -> Sealed:
-        """Waits for the device."""
-        held = list(entries)
-        return cls(held, read([digest(entry.tensor) for entry in held]))
+    @cached_property
+    def numbers(self) -> list[int]:
+        """Of the entries, in order. Waits for the device."""
+        digests, self._digests = self._digests, []
+        return read(digests)
 
     def changes(self, now: Sealed) -> list[Finding]:
         """Tensors whose bits are not those of this moment any more."""
@@ -119,8 +121,7 @@ def evidence(disputes: dict[int, Dispute], gather: Gather) -> dict[int, Evidence
     for key, dispute in list(disputes.items())[:MOST_TENSORS]:
         flat = torch.empty(0) if dispute.entry is None else dispute.entry.tensor.detach().reshape(-1)
         rows = torch.nn.functional.pad(flat, (0, -flat.numel() % ROW)).view(-1, ROW)
-        digests = [digest(row) for row in rows]
-        tables = gather(torch.tensor(read(digests), dtype=torch.int64))
+        tables = gather(digest_rows(rows).cpu())
         held = [tables[rank] for rank in dispute.digests]
         chosen = torch.stack([(table != held[0]) for table in held]).any(0).nonzero().reshape(-1)[:MOST_ROWS]
         mine = rows[chosen.to(rows.device)].double().cpu() if len(rows) else rows.new_empty(0, ROW, dtype=torch.float64)

@@ -29,8 +29,8 @@ from ottava.quant.weight import Weight
 TURNS = 16
 LEAST = 2**24
 """Numbers a step, at least: [Note: a part a step]."""
-REFRESH = 64
-"""Steps after which the tensors are looked up anew."""
+REFRESH = 512
+"""Steps after which the tensors are looked up anew: some 50 us of the host for each. Who moves them says so (`StateWatch.forget`)."""
 
 LIMITS = {
     "weight": 2.0**20,
@@ -146,26 +146,44 @@ class Limits:
         for entry in chosen:
             if entry.looked_at:
                 groups.setdefault((entry.tensor.device, entry.tensor.dtype), []).append(entry)
+        # All limits are powers of two, which float32 has; tensors of other types are compared as float32 or wider.
         self._groups = [
-            ([e.tensor for e in same], torch.tensor([LIMITS[e.kind] for e in same], dtype=torch.float64).to(device))
+            ([e.tensor for e in same], _sent([LIMITS[e.kind] for e in same], device))
             for (device, _), same in groups.items()
+        ]
+
+    def within(self) -> list[Tensor]:
+        """Whether each is finite and plausible: bool [n] of every group. Nobody waits."""
+        return [
+            torch.stack(torch_private.largest_magnitudes(tensors)) <= limits  # a NaN is not below anything
+            for tensors, limits in self._groups
         ]
 
     def out_of_bounds(self) -> Tensor:
         """How many have a number that is not finite or not plausible: float64 []. Nobody waits."""
-        counts = []
-        for tensors, limits in self._groups:
-            largest = torch.stack(torch_private.largest_magnitudes(tensors)).double()
-            counts.append((~(largest <= limits)).sum(dtype=torch.float64))  # a NaN is not below anything
-        device = max((c.device for c in counts), key=lambda d: d.type == "cuda", default=torch.device("cpu"))
-        return torch.stack([torch.zeros((), dtype=torch.float64, device=device), *(c.to(device) for c in counts)]).sum()
+        found = self.within()
+        return how_many_fail(found, found[0].device if found else torch.device("cpu"))
+
+
+def _sent(values: list[float], device: torch.device) -> Tensor:
+    """float32 on `device`. From pinned memory: a copy from other memory waits until a GPU has done all that was launched."""
+    numbers = torch.tensor(values, dtype=torch.float32)
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
+
+
+def how_many_fail(passed: list[Tensor], device: torch.device) -> Tensor:
+    """Of bool vectors: float64 [] on `device`."""
+    if not passed:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    together = [flags.to(device, non_blocking=True) for flags in passed]
+    return (~(torch.cat(together) if len(together) > 1 else together[0])).sum(dtype=torch.float64)
 
 
 class Scales(NamedTuple):
     """The scales of delayed scaling, all at once, and whether each fits the amax that it was made from."""
 
     values: Tensor
-    wrong: Tensor
+    fits: Tensor
 
     @classmethod
     def of(cls, states: list[DelayedState]) -> Scales:
@@ -173,9 +191,10 @@ class Scales(NamedTuple):
         values = torch.cat([scale for state in states for scale in (state.fwd_scale, state.bwd_scale)])
         history = torch.cat([h for s in states for h in (s.fwd_amax_history, s.bwd_amax_history)], dim=1)
         largest = history.nan_to_num(0.0, 0.0, 0.0).amax(0)  # an infinite one is that of a step which was bad itself
-        reach = values * largest
-        fits = (reach < SATURATES) & (reach > VANISHES) & (largest < LARGEST_AMAX)
-        return cls(values, ~values.isfinite() | ((largest > 0) & ~fits))
+        reach = (
+            values * largest
+        )  # NaN or infinite if the scale is, also where nothing was seen yet: 0 times infinity is NaN
+        return cls(values, (reach < SATURATES) & (largest < LARGEST_AMAX) & ((reach > VANISHES) | (largest == 0)))
 
 
 def names_of_scales(states: Iterable[tuple[str, DelayedState]]) -> list[tuple[str, str, int]]:
@@ -204,6 +223,7 @@ class StateWatch:
         ]
         self._turn = 0
         self._parts: list[Limits] = []
+        self._moments = False  # whether the optimizer's are among the parts: it makes them in its first step
         self._scales: Scales | None = None
 
     def forget(self) -> None:
@@ -221,14 +241,12 @@ class StateWatch:
 
     def glance(self, device: torch.device) -> Tensor:
         """How many tensors of this step's part are wrong, float64 [] on `device`. Nobody waits."""
-        if self._turn % REFRESH == 0 or not self._parts:
-            self._parts = [Limits(share) for share in _shares(self.all())]
+        moments = bool(self._optimizer.state)
+        if self._turn % REFRESH == 0 or not self._parts or moments != self._moments:
+            self._parts, self._moments = [Limits(share) for share in _shares(self.all())], moments
         chosen = self._parts[self._turn % len(self._parts)]
         self._turn += 1
-        total = chosen.out_of_bounds().to(device, non_blocking=True)
-        if self._scales is not None:
-            total = total + self._scales.wrong.sum().to(device, non_blocking=True)
-        return total
+        return how_many_fail([*chosen.within(), *([] if self._scales is None else [self._scales.fits])], device)
 
     def findings(self) -> list[Finding]:
         """Every tensor that is wrong, with a number of it; scales as they were when the step began. Waits for the device."""
@@ -238,10 +256,10 @@ class StateWatch:
                 found.append(_finding(entry))
         if self._scales is not None:
             names = names_of_scales((layer, state) for layer, state in self._delayed if state.used)
-            for (layer, buffer, column), value, wrong in zip(
-                names, self._scales.values.tolist(), self._scales.wrong.tolist()
+            for (layer, buffer, column), value, fits in zip(
+                names, self._scales.values.tolist(), self._scales.fits.tolist()
             ):
-                if wrong:
+                if not fits:
                     found.append(
                         Finding("implausible", layer, f"scale ({buffer})", value=f"{value:g} in column {column}")
                     )

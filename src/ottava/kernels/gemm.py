@@ -24,6 +24,7 @@ from ottava.quant.scheme import Scheme
 from ottava.recipe import Recipe
 
 ALIGNMENT = 16  # bytes: cuBLASLt's FP8 products want every row of an operand to start on such a boundary
+BLOCK_ROWS = 8  # cuBLASLt's products of 128-blocks want rows of both operands in multiples of these
 
 # ------------------------------------------------------------------------------------------------------------- emulation
 
@@ -203,6 +204,26 @@ def recipe_emulated_because(recipe: Recipe, capability: tuple[int, int]) -> str 
     return next((reason for reason in reasons if reason is not None), None)
 
 
+def multiplied_unquantized(scheme: Scheme | None) -> bool:
+    """Whether every GPU multiplies a first operand of this scheme (None: unquantized) in high precision, as it is or by emulation.
+
+    >>> multiplied_unquantized(Scheme.parse("e4m3:1x32"))
+    True
+    """
+    if scheme is None or scheme.kind in ("mx", "nvfp4"):
+        return True
+    return scheme.kind == "block" and (scheme.block != (1, 128) or scheme.format != "e4m3")
+
+
+def native_rows(scheme: Scheme) -> int:
+    """Rows in whose multiples a GPU multiplies operands of this scheme; other numbers of them are emulated.
+
+    >>> native_rows(Scheme.parse("e4m3:1x128"))
+    8
+    """
+    return BLOCK_ROWS if scheme.kind == "block" else 1
+
+
 def _warn_of_emulation(a_scheme: Scheme, device: torch.device, why: str) -> None:
     major, minor = torch.cuda.get_device_capability(device)
     warn_once(
@@ -235,8 +256,8 @@ def _scaled_mm_cuda(
     pair = _pair_on(a_scheme, b_scheme, a.device)
     why = pair.emulated_because
     if why is None and not pair.tensorwise:
-        if m % 8 or n % 8 or k % 128:
-            why = "cuBLASLt wants rows of both operands in multiples of 8, and a contraction in multiples of 128"
+        if m % BLOCK_ROWS or n % BLOCK_ROWS or k % 128:
+            why = f"cuBLASLt wants rows of both operands in multiples of {BLOCK_ROWS}, and a contraction in multiples of 128"
         elif b_scale.shape != (-(-n // pair.b_block[0]), k // pair.b_block[1]):  # `_finer`
             why = "a border between tensor-parallel ranks runs through blocks of 128"
     if m == 0 or n == 0 or k == 0 or why is not None:

@@ -17,6 +17,7 @@ from ottava.nn import weights
 from ottava.nn.columnwise import WeightSource, source_of_weight
 from ottava.nn.construction import ORDER
 from ottava.nn.direct import direct
+from ottava.nn.draw import check_local
 from ottava.nn.follows_autocast import FollowsAutocast
 from ottava.nn.initialize import materialize_
 from ottava.nn.parallel_module import ParallelModule
@@ -30,7 +31,7 @@ from ottava.quant.recompute import forward_scale
 from ottava.quant.scheme import Scheme
 from ottava.quant.state import CURRENT
 from ottava.quant.tensor import QuantizedTensor
-from ottava.quant.weight import State, Weight, as_one_matrix, one_matrix
+from ottava.quant.weight import State, Weight, as_one_matrix, link_copies, one_matrix
 from ottava.recipe import Recipe
 
 InitMethod = Callable[[Tensor], Any]
@@ -157,11 +158,20 @@ class QuantizedModule(FollowsAutocast, weights.WeightModule, ParallelModule):
             if all(map(_is_plain, plain)):
                 return _join(plain)
         tensors: list[Any] = [local(getattr(self, name)) for name in names]
-        if one_matrix(tensors):
+        if traced:
+            self._refuse_export(names[0], tensors[0])
+        if one_matrix(tensors) or (not traced and link_copies(tensors)):
             return as_one_matrix(tensors)
         if all(isinstance(t, QuantizedTensor) and t.stored_quantized for t in tensors):
             return torch.cat([t.dequantize() for t in tensors])  # somebody has put parts of several matrices together
         return torch.cat(tensors) if traced else _join(tensors)
+
+    def _refuse_export(self, name: str, weight: Any) -> None:
+        if torch_private.is_exporting() and isinstance(weight, QuantizedTensor):
+            raise ValueError(
+                f"{self.describe(name)} is stored in FP8, which torch.export cannot hold: load the state dict into a module that is made "
+                "without quantized_model_init, and export that one; its forward quantizes as the recipe says."
+            )
 
     # ------------------------------------------------------------------------------------------------- delayed-scaling state
 
@@ -178,6 +188,8 @@ class QuantizedModule(FollowsAutocast, weights.WeightModule, ParallelModule):
         """Checks dtype, device and last dimension; returns x in the dtype of `torch.autocast` if that is on."""
         if not isinstance(x, Tensor) or x.shape[-1] != features or x.device != weight.device:
             self._refuse_input(x, features, weight)
+        if type(x) is not Tensor:
+            check_local(x, f"The input of {self._who()}")
         if x.dtype not in FLOAT_DTYPES:
             check_float(x, f"The input of {self._who()}")
         if torch.is_autocast_enabled(x.device.type):
@@ -299,6 +311,8 @@ class QuantizedModule(FollowsAutocast, weights.WeightModule, ParallelModule):
     ) -> StageTensors:
         """The tensors of stage `index`: quantizes its weight, or takes the copy cached by an earlier microbatch."""
         stage = chain.stages[index]
+        if torch_private.is_exporting():
+            self._refuse_export(self.gemm_weights[index][0], weight)
         if stage.weight is None:
             plain = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
             plain = plain if dtype is None or plain.dtype == dtype else plain.to(dtype)
@@ -324,6 +338,11 @@ class QuantizedModule(FollowsAutocast, weights.WeightModule, ParallelModule):
         if stored is not None:
             self._check_same_scheme(stored, stage.weight)
             return operands_of(stored)
+        if self.quantized_init is not None and not torch.compiler.is_compiling():
+            warn_once(
+                f"ottava: {self._who()} was made inside quantized_model_init, but a weight of it is a plain tensor now: every forward "
+                "quantizes it, and it takes the memory of its dtype. (FSDP1 makes it so, and parametrizations; FSDP2 keeps the bytes.)"
+            )
         # A copy that is kept may serve a later forward that does have a backward. Bytes that can be transposed are, by that backward.
         wanted = stage.backward == "quantized" and (torch.is_grad_enabled() or bool(is_first_microbatch))
         weight_scale = scale[3 * index + 1 : 3 * index + 2] if stage.delayed else None  # type: ignore[index]
@@ -353,7 +372,7 @@ class QuantizedModule(FollowsAutocast, weights.WeightModule, ParallelModule):
                 Buffers(*made), stage.weight, weight.shape, weight.dtype, True, columnwise
             )
         if source is not None:
-            if amax is None and stage.weight.per_tensor and not stage.delayed:
+            if amax is None and stage.weight.block is None and not stage.delayed:  # `per_tensor`, which is a call
                 amax = row_amax
             return row, row_scale, row_amax, None, None, amax, source
         columns = (column, column_scale, column_amax) if columnwise else (None, None, None)

@@ -57,6 +57,7 @@ from ottava.nn.stage import (
     weight_column,
 )
 from ottava.nn.strategy import ALONE, Later
+from ottava.notices import leads, warn_once
 from ottava.quant.scheme import Scheme
 from ottava.quant.tensor import QuantizedTensor
 from ottava.quant.weight import gradient_dtype
@@ -219,12 +220,26 @@ def _high_precision_operand(stage: Stage, s: Saved, scale: Tensor | None, dtype:
     if s.data is not None and (stage.input is None or stage.backward == "high_precision"):
         return s.data
     if stage.backward == "dequantized" and stage.input is not None:
-        row = (s.data, s.scale_inv, s.amax)
-        if s.data is None:
-            q = _produce_quantized(stage, source_of(s), scale, s.amax, True, False)
-            row = (q.rowwise_data, q.rowwise_scale_inv, q.rowwise_amax)
-        return ops.dequantize(*row, str(stage.input), dtype)
+        return ops.dequantize(*_saved_rows(stage, s, scale)[:3], str(stage.input), dtype)
     return _produce(stage, source_of(s))
+
+
+def _saved_rows(stage: Stage, s: Saved, scale: Tensor | None) -> Operand:
+    """This rank's operand [M, K] as forward multiplied it, for a stage that dequantizes it: saved, or made again."""
+    assert stage.input is not None
+    if s.data is not None:
+        return Operand(s.data, s.scale_inv, s.amax, stage.input)
+    return rowwise(_produce_quantized(stage, source_of(s), scale, s.amax, True, False), stage.input)
+
+
+def _warn_of_crossing_blocks() -> None:
+    """Ranks whose tokens do not fill blocks gather in high precision what would travel in FP8: right, and twice the bytes."""
+    if not torch.compiler.is_compiling() and leads():
+        warn_once(
+            "ottava: the tokens of a tensor-parallel rank do not fill the recipe's blocks, so inputs of weight gradients, and gradients "
+            "of row-parallel layers, are gathered in high precision before they are quantized: twice the bytes. Pad sequences so that "
+            "each rank has a multiple of 128 tokens (of 32 for MXFP8, of 16 for NVFP4)."
+        )
 
 
 def _begin_wgrad(
@@ -232,9 +247,13 @@ def _begin_wgrad(
 ) -> Callable[[], list[Operand]]:
     """What gives the input's side of wgrad for all tokens. Where they are spread over ranks, their gather begins now."""
     scheme = stage.input
+    if stage.backward == "dequantized" and scheme is not None and stage.strategy.gathers_input:
+        arriving = stage.strategy.before_wgrad([_saved_rows(stage, s, c) for s, c in zip(saved, scales)])
+        return lambda: [Operand(ops.dequantize(*rows[:3], str(scheme), dtype)) for rows in arriving()]
     after = [_quantizes_after_gather(stage, s) for s in saved]  # by group: their rows may or may not fill blocks
     if not any(after):
         return stage.strategy.before_wgrad([_wgrad_operand(stage, s, c, dtype) for s, c in zip(saved, scales)])
+    _warn_of_crossing_blocks()
     begun = stage.strategy.before_wgrad(
         [
             Operand(_produce(stage, source_of(s))) if later else _wgrad_operand(stage, s, c, dtype)
@@ -316,11 +335,12 @@ def _quantized_gradient(stage: Stage, grad: Gradient, scale: Tensor | None, whol
     scheme, strategy, dy = stage.grad, stage.strategy, grad.value
     assert scheme is not None and dy is not None
     if whole:
+        _warn_of_crossing_blocks()
         q = _quantize(strategy.gather(dy), scheme, scale, None, True, True)
         return Gradient(dy, q, grad.column_sum, gathered=True), q.rowwise_amax
     amax = strategy.share_amax(operand_amax(dy, scheme)) if _shares_gradient_amax(stage) else None
-    # Bytes with one scale can be transposed after they have travelled.
-    q = _quantize(dy, scheme, scale, amax, True, not (strategy.gathers_grad and scheme.per_tensor))
+    # Bytes with one scale, or one for a square block, can be transposed after they have travelled.
+    q = _quantize(dy, scheme, scale, amax, True, not (strategy.gathers_grad and scheme.transposable))
     return Gradient(dy, q, grad.column_sum), q.rowwise_amax
 
 
@@ -355,7 +375,7 @@ def _rows_of(stage: Stage, grad: Gradient) -> Operand:
 def _columns_of(stage: Stage, grads: list[Gradient]) -> Later | None:
     """The gradients' side of wgrad, of all tokens, where it is a copy of its own; None: the rows of all tokens can be transposed."""
     strategy = ALONE if grads[0].gathered else stage.strategy
-    if strategy.gathers_grad and stage.grad is not None and stage.grad.per_tensor:
+    if strategy.gathers_grad and stage.grad is not None and stage.grad.transposable:
         return None
     copies = [columnwise(grad.quantized, stage.grad) for grad in grads if grad.quantized is not None]
     return Later(lambda: strategy.begin_columns(copies)) if copies else None

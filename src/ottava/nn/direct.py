@@ -104,7 +104,8 @@ def forward(
         operand: Any = (transposed, transposed_scale, transposed_amax)
         if not column:
             redoes = redoes or keep
-            operand = (None, None, data_amax if scale is None and stage.input.per_tensor else None)  # type: ignore[union-attr]
+            found = scale is None and stage.input.block is None  # type: ignore[union-attr]  # `per_tensor`, which is a call
+            operand = (None, None, data_amax if found else None)
         # Backward transposes where there is one copy, and makes it anew where there is a source.
         held = copies[:3] if copies[3] is None and weight_source is None else copies[3:]
         saved += (source, gamma, beta, mean, rstd, *operand, *held)

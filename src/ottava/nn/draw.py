@@ -347,3 +347,14 @@ def is_dtensor(tensor: Tensor) -> bool:
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)
+
+
+def check_local(tensor: Tensor, what: str) -> None:
+    """Raises if an input is a DTensor: modules take what this rank has."""
+    if torch.compiler.is_compiling() or not is_dtensor(tensor):
+        return
+    raise ValueError(
+        f"{what} is a DTensor {tuple(tensor.placements)}, "  # type: ignore[attr-defined]
+        "but modules take this rank's tensor (input.to_local()) and do the collectives themselves: leave them out of torch's "
+        "parallelize_module, and use set_device_mesh and sequence_parallel=True, or split_tensors."
+    )

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ottava.nn.base import default_device
 from ottava.nn.core import refuse_double_backward
+from ottava.nn.draw import check_local
 from ottava.nn.strategy import ALONE, REPLICATED, Strategy, backend, local
 from ottava.quant.quantizer import check_float
 
@@ -115,6 +116,7 @@ class _Norm(nn.Module):
             raise ValueError(
                 f"{type(self).__name__} is on {self.weight.device} but its input is on {inp.device}: move one of them."
             )
+        check_local(inp, f"The input of {type(self).__name__}")
         check_float(inp, f"The input of {type(self).__name__}")
         rows, added = inp.reshape(-1, self.features), None
         if residual is not None:

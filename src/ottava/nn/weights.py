@@ -32,7 +32,7 @@ from ottava.nn.strategy import REPLICATED, Layout, like_dtensor
 from ottava.quant.scheme import Scheme, weight_scheme
 from ottava.quant.state import CURRENT
 from ottava.quant.tensor import QuantizedTensor
-from ottava.quant.weight import Weight, join_parts, link_parts, upright
+from ottava.quant.weight import Weight, join_parts, link_parts, mark_written, tensors_of, upright
 from ottava.quant.weight_memory import COLUMNWISE, ROWWISE, Extent, Groups, WeightMemory, blocks_of
 
 InitMethod = Callable[[Tensor], Any]
@@ -119,6 +119,7 @@ class WeightModule(nn.Module):
             made.append(
                 Weight.stored(self.describe(name), (count, columns), scheme, self.params_dtype, self.device_at_init)
             )
+            made[-1].memory.recipe = recipe
         if len(made) > 1:
             join_parts(made)
             for weight in made:  # who has which scales may be another matter now
@@ -233,6 +234,7 @@ class WeightModule(nn.Module):
         for name, weight in zip(values, weights, strict=True):
             self._bind(weight.memory, getattr(self, name))
         Weight.requantize_together_(weights, list(values.values()))
+        mark_written(weights)
 
     def _bind(self, memory: WeightMemory, parameter: Any) -> None:
         """Tells a sharded weight with whom it shares scales, from what its DTensor says."""
@@ -299,6 +301,11 @@ class WeightModule(nn.Module):
         seen: set[int] = set()
         for name, weight in self.stored_weights().items():
             weight.memory.check_scales()
+            if len(weight.memory.group.parts) > 1:
+                tensors_of(
+                    weight
+                )  # the memory that parts share: made by the first forward, these entries would be another
+            weight.memory.lay_rows_first()
             for key, tensor in self._entries(name).items():
                 # A scale that parts of a matrix share is live in the first one's entry. Others are copies: files hold each by itself.
                 shared = tensor.dim() == 1 and tensor.data_ptr() in seen and not tensor.is_meta
@@ -338,8 +345,7 @@ class WeightModule(nn.Module):
             state[prefix + name] = parameter
         if given and not errors:
             errors.extend(self._changed_scales(given | before))
-        if assign:
-            self._store_given(state, prefix, [name for name in stored if name not in given])
+        self._store_given(state, prefix, [name for name in stored if name not in given], assign)
         self._dequantize_entries(state, prefix)
         super()._load_from_state_dict(state, prefix, local_metadata, strict, missing, unexpected, errors)
 
@@ -363,13 +369,14 @@ class WeightModule(nn.Module):
         self.link_weights()
         return loaded
 
-    def _store_given(self, state: dict[str, Any], prefix: str, names: Iterable[str]) -> None:
-        """Quantizes values in high precision into stored weights, which `assign=True` would replace."""
-        given = {name: state[prefix + name] for name in names if prefix + name in state}
-        parameters = {name: self._parameters[name] for name in given}
+    def _store_given(self, state: dict[str, Any], prefix: str, names: Iterable[str], assign: bool) -> None:
+        """Quantizes values in high precision into stored weights, all at once: one by one, those that share a scale would be rounded again
+        with each. (And `assign=True` would replace the parameters.) What is not such values is left to torch."""
+        found = {n: (self._parameters[n], state[prefix + n]) for n in names if state.get(prefix + n) is not None}
+        given = {name: pair for name, pair in found.items() if assign or _are_values_of(*pair)}
         if given:
-            self._quantize({name: _own_part(parameters[name], value) for name, value in given.items()})
-        state.update({prefix + name: parameter for name, parameter in parameters.items()})
+            self._quantize({name: _own_part(parameter, value) for name, (parameter, value) in given.items()})
+        state.update({prefix + name: parameter for name, (parameter, _) in given.items()})
 
     def _changed_scales(self, wanted: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
         """What is wrong with weights that share scales: loading one has changed another's."""
@@ -526,6 +533,16 @@ def load_entries(name: str, parameter: Any, loaded: Mapping[str, Tensor]) -> str
             mine.copy_(other)
     held(parameter).memory.bytes_were_loaded()
     return None
+
+
+def _are_values_of(parameter: Any, value: Any) -> bool:
+    """Whether an entry has the parameter's values in high precision: all of them, or spread as the parameter is."""
+    if not isinstance(value, Tensor) or not value.is_floating_point() or isinstance(held(value), QuantizedTensor):
+        return False
+    if value.shape != parameter.shape or value.is_meta:
+        return False
+    spread = is_dtensor(value)
+    return not spread or (is_dtensor(parameter) and value.placements == parameter.placements)  # type: ignore[attr-defined]
 
 
 def _own_part(target: Any, source: Tensor) -> Tensor:

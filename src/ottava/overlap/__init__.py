@@ -5,6 +5,7 @@ cost.py          what a schedule would take: where chunks would lose, nothing is
 engine.py        `Engine`: what strategies call
 ring.py, pipeline.py, bulk.py          the methods
 chunks.py, sums.py                     operands cut by tokens; partial results added in the order of ranks
+bits.py          which chunks have the bits of the whole product
 collectives.py, opaque.py              collectives that are waited for; all of this as ops for a compiler
 transport.py, transports.py            what moves bytes, and which one serves a group
 point_to_point.py, symmetric_memory.py, virtual_link.py

@@ -43,12 +43,12 @@ def spans(rows: Sequence[int], pieces: int, multiple: int = 1) -> list[Span]:
     return [span for span in cut if any(span.rows)]
 
 
-ROWS = 16  # a GPU's FP8 products want 8 or 16 rows, and fewer are not worth a product
+CUT_AT = 16  # a GPU's FP8 products want rows in multiples of 8 or 16, and fewer are not worth a product
 
 
 def row_multiple(operands: Operands) -> int:
     """Rows at whose multiples the operands are cut."""
-    return max(ROWS, *(1 if operand.scheme is None else operand.scheme.row_multiple for operand in operands))
+    return max(CUT_AT, *(1 if operand.scheme is None else operand.scheme.row_multiple for operand in operands))
 
 
 class Gathered:

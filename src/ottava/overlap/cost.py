@@ -8,6 +8,8 @@
 `start` is what every product costs whatever its size: its launch, and on a CPU that emulates FP8 the unpacking of the weight. It is why
 few tokens lose: a chunk saves at most the time of one message. The choice follows from sizes, and on a CPU from a link that all ranks
 have measured and agreed on; never from a clock of one rank, so that all ranks make the same one.
+
+Nor is a gather cut where chunks of a GPU's product could have other bits than the whole (`bits.py`), unless a limit was set by hand.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from ottava.overlap.bits import ANY, chunk_rows, inexact_because
 from ottava.overlap.pipeline import pieces_of
 from ottava.overlap.transport import Link
 
@@ -65,6 +68,8 @@ class Product:
     bytes: int
     """Of all ranks' tokens: a rank sends (size - 1) / size of them."""
     quantized: bool
+    exact_chunks: str = ANY
+    """Which chunks of it have the bits of the whole: see `bits.py`."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,8 @@ class Choice:
     sequential_s: float
     overlapped_s: float
     why: str
+    inexact: str | None = None
+    """Why the chunks of this method may have other bits than the whole product; None: they have the same."""
 
     @property
     def overlaps(self) -> bool:
@@ -144,22 +151,37 @@ def choose(
     """
     known = ("ring", "pipeline") if collective == "gather" else ("pipeline",)
     sequential = sequential_s(machine, product, size)
-    asked = known if method == "auto" else (method,)
-    times = {name: overlapped_s(machine, product, size, collective, name, splits) for name in asked if name in known}
+    asked = [name for name in (known if method == "auto" else (method,)) if name in known]
+    times = {name: overlapped_s(machine, product, size, collective, name, splits) for name in asked}
     if not times:
         return Choice("none", sequential, sequential, "nothing was asked for")
-    best = min(times, key=lambda name: times[name])
+    inexact = {name: _inexact_because(collective, name, product, size, splits) for name in asked}
     if minimum_tokens is not None:
+        best = min(times, key=lambda name: times[name])
         if product.tokens >= minimum_tokens:
-            return Choice(best, sequential, times[best], f"{product.tokens} tokens are at least {minimum_tokens}")
+            why = f"{product.tokens} tokens are at least {minimum_tokens}"
+            return Choice(best, sequential, times[best], why, inexact[best])
         return Choice("none", sequential, times[best], f"{product.tokens} tokens are fewer than {minimum_tokens}")
-    if times[best] < WORTH * sequential:
-        return Choice(best, sequential, times[best], "the estimate is shorter")
-    why = (
-        f"{product.tokens} tokens in chunks would take {times[best] * 1e3:.3g} ms and in one {sequential * 1e3:.3g} ms "
-        "(an estimate from their sizes; overlap_minimum_tokens sets the limit by hand)"
-    )
-    return Choice("none", sequential, times[best], why)
+    # A method whose chunks are exact comes first, however long it takes.
+    best = min(times, key=lambda name: (inexact[name] is not None, times[name]))
+    if times[best] >= WORTH * sequential:
+        why = (
+            f"{product.tokens} tokens in chunks would take {times[best] * 1e3:.3g} ms and in one {sequential * 1e3:.3g} ms "
+            "(an estimate from their sizes; overlap_minimum_tokens sets the limit by hand)"
+        )
+        return Choice("none", sequential, times[best], why)
+    if inexact[best] is not None:
+        why = f"{inexact[best]}, and a gather has the bits of no overlap (overlap_minimum_tokens cuts it all the same)"
+        return Choice("none", sequential, times[best], why)
+    return Choice(best, sequential, times[best], "the estimate is shorter")
+
+
+def _inexact_because(collective: str, method: str, product: Product, size: int, splits: int) -> str | None:
+    """Why chunks may have other bits than the whole. Sums over ranks promise none."""
+    if collective != "gather":
+        return None
+    rows = chunk_rows(product.tokens // size, size, method, pieces_of(splits, size))
+    return inexact_because(product.exact_chunks, rows, product.tokens, product.features)
 
 
 def crossing(

@@ -23,6 +23,7 @@ from ottava.nn.operand import token_dims
 from ottava.nn.strategy import Multiply, Operands
 from ottava.notices import leads, warn_once
 from ottava.overlap import bulk, pipeline, ring
+from ottava.overlap.bits import exact_chunks
 from ottava.overlap.cost import Choice, Product, choose, machine_of
 from ottava.overlap.schedule import Schedule
 from ottava.overlap.transport import Transport
@@ -54,7 +55,7 @@ class Engine:
         under: starts what may travel under the products; called when nothing that they need is left to be sent.
         """
         transport = self.transport(operands[0].data) if self.schedule.gather != "none" else None
-        if transport is None:
+        if transport is None or not _tokens(operands):
             return None
         choice = self.choose_gather(operands, features)
         if choice.method == "ring":
@@ -79,7 +80,7 @@ class Engine:
         if method in ("none", "bulk"):
             return None
         transport = self.transport(operands[0].data)
-        if transport is None or any(operand.data.shape[0] % self.size for operand in operands):
+        if transport is None or not _tokens(operands) or any(operand.data.shape[0] % self.size for operand in operands):
             return None
         if not self.choose_scatter(operands, features, dtype, dgrad).overlaps:
             return None
@@ -104,22 +105,12 @@ class Engine:
 
     def choose_gather(self, operands: Operands, features: int) -> Choice:
         """How the gather of these operands goes with their product."""
-        tokens = self.size * sum(operand.data.shape[0] for operand in operands)
-        product = Product(
-            tokens,
-            _contraction(operands),
-            features,
-            self.size * travelling_bytes(operands),
-            operands[0].scheme is not None,
-        )
+        product = gathered_product(operands, features, self.size)
         return self._choose("gather", self.schedule.gather, product, operands[0].data.device)
 
     def choose_scatter(self, operands: Operands, features: int, dtype: torch.dtype, dgrad: bool = False) -> Choice:
         """How the sum of the product of these operands goes with it."""
-        tokens = sum(operand.data.shape[0] for operand in operands)
-        product = Product(
-            tokens, _contraction(operands), features, tokens * features * dtype.itemsize, operands[0].scheme is not None
-        )
+        product = scattered_product(operands, features, dtype)
         method = self.schedule.scatter_dgrad if dgrad else self.schedule.scatter
         if dgrad and method == "auto":
             return Choice("none", 0.0, 0.0, "the sum goes under wgrad as a whole")
@@ -131,18 +122,43 @@ class Engine:
         machine = machine_of(device.type, None if transport is None else transport.link())
         choice = choose(collective, method, product, self.size, machine, s.splits, s.minimum_tokens)
         if not choice.overlaps and s.requested:
-            _warn_of_few(s.requested, collective, choice.why)
+            _warn_of_first(s.requested, f"a {collective} is not overlapped", choice.why)
+        if choice.inexact is not None:
+            _warn_of_first(
+                s.requested or ("overlap_minimum_tokens",),
+                f"a {collective} is cut as ordered, and the last bits may differ from those without overlap",
+                choice.inexact,
+            )
         return choice
 
 
 _warned: set[tuple[tuple[str, ...], str]] = set()
 
 
-def _warn_of_few(requested: tuple[str, ...], collective: str, why: str) -> None:
-    """Once for each kind of collective, with the first numbers that were met."""
-    if (requested, collective) not in _warned and leads():
-        _warned.add((requested, collective))
-        warn_once(f"ottava: {', '.join(requested)}: a {collective} is not overlapped: {why}.")
+def _warn_of_first(requested: tuple[str, ...], what: str, why: str) -> None:
+    """Once for each thing that is said, with the first numbers that were met."""
+    if (requested, what) not in _warned and leads():
+        _warned.add((requested, what))
+        warn_once(f"ottava: {', '.join(requested)}: {what}: {why}.")
+
+
+def gathered_product(operands: Operands, features: int, size: int) -> Product:
+    """The sizes of a product of all ranks' tokens, and of what travels for it. operands: of this rank's."""
+    return Product(
+        size * _tokens(operands),
+        _contraction(operands),
+        features,
+        size * travelling_bytes(operands),
+        operands[0].scheme is not None,
+        exact_chunks(operands),
+    )
+
+
+def scattered_product(operands: Operands, features: int, dtype: torch.dtype) -> Product:
+    """The sizes of a product of all tokens whose result, in `dtype`, is summed over ranks."""
+    tokens = _tokens(operands)
+    travelling = tokens * features * dtype.itemsize
+    return Product(tokens, _contraction(operands), features, travelling, operands[0].scheme is not None)
 
 
 def travelling_bytes(operands: Operands) -> int:
@@ -155,9 +171,13 @@ def travelling_bytes(operands: Operands) -> int:
     return count
 
 
+def _tokens(operands: Operands) -> int:
+    return sum(operand.data.shape[0] for operand in operands)
+
+
 def _contraction(operands: Operands) -> int:
     operand = operands[0]
     return operand.data.shape[1] * (1 if operand.scheme is None else operand.scheme.elements_per_byte)
 
 
-__all__ = ["Engine", "travelling_bytes"]
+__all__ = ["Engine", "gathered_product", "scattered_product", "travelling_bytes"]

@@ -40,16 +40,17 @@ def gather_multiply(
         steps = [(distance, span) for distance in range(1, size) for span in cut]
         hops = [Hop((rank + d) % size, (rank - d) % size, gathered.piece((rank - d) % size, span)) for d, span in steps]
         exchange = transport.exchange(GATHER, hops)
-        for hop, (_, span) in enumerate(steps):
-            exchange.send(hop, gathered.piece(rank, span))
-        under()
-        own = multiply(gathered.part(rank))
-        out = own.new_empty(size * own.shape[0], *own.shape[1:])
-        place(out, own, rows, size, rank, Span((0,) * len(rows), tuple(rows)))
-        for hop, (distance, span) in enumerate(steps):
-            source = (rank - distance) % size
-            exchange.wait(hop)
-            place(out, multiply(gathered.part(source, span)), rows, size, source, span)
+        with exchange.sending():
+            for hop, (_, span) in enumerate(steps):
+                exchange.send(hop, gathered.piece(rank, span))
+            under()
+            own = multiply(gathered.part(rank))
+            out = own.new_empty(size * own.shape[0], *own.shape[1:])
+            place(out, own, rows, size, rank, Span((0,) * len(rows), tuple(rows)))
+            for hop, (distance, span) in enumerate(steps):
+                source = (rank - distance) % size
+                exchange.wait(hop)
+                place(out, multiply(gathered.part(source, span)), rows, size, source, span)
         exchange.finish()
         return out, gathered.whole()
 
@@ -85,10 +86,11 @@ def multiply_scatter(
         pieces = [_Piece(span, first.new_empty(size, sum(span.rows), *first.shape[1:])) for span in cut]
         hops = [Hop((rank + d) % size, (rank - d) % size, [pieces[j].parts[(rank - d) % size]]) for d, j in steps]
         exchange = transport.exchange(SCATTER, hops)
-        for hop, (distance, j) in enumerate(steps):
-            product = first if hop == 0 else multiply(chunk((rank + distance) % size, cut[j]))
-            exchange.send(hop, [product])
-        own = multiply(chunk(rank, Span((0,) * len(rows), tuple(rows)))).split(rows)
+        with exchange.sending():
+            for hop, (distance, j) in enumerate(steps):
+                product = first if hop == 0 else multiply(chunk((rank + distance) % size, cut[j]))
+                exchange.send(hop, [product])
+            own = multiply(chunk(rank, Span((0,) * len(rows), tuple(rows)))).split(rows)
         for piece in pieces:
             mine = [part[start:stop] for part, start, stop in zip(own, piece.span.start, piece.span.stop)]
             piece.parts[rank] = mine[0] if len(mine) == 1 else torch.cat(mine)

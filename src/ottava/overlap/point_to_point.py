@@ -2,7 +2,7 @@
 
 [Note: sizes] gloo ends the process when a message is longer than the buffer that waits for it. So a message's tag depends on its
 length, and ranks tell each other first, in eight bytes, how much will come: ranks with different numbers of tokens are an error that
-says so. NCCL has no such header, which would make the host wait for the GPU.
+says so. What is empty is not sent. NCCL has no such header, which would make the host wait for the GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from ottava import torch_private
 from ottava.overlap.transport import Exchange, Hop, Link, Transport
 
 PROBE = 1 << 19  # bytes of the message that a link is measured with
-_SERIALS, _LENGTHS = 1 << 11, 1 << 20  # exchanges and lengths that a tag of 31 bits tells apart
+_SERIALS, _LENGTHS = (1 << 11) - 1, 1 << 20  # exchanges and lengths that a tag of 31 bits tells apart
+_PROBE_TAG = (1 << 31) - 1  # no exchange has it
 
 
 class RankLost(RuntimeError):
@@ -34,8 +35,7 @@ class PointToPoint(Transport):
     """Sends and receives of a process group."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
-        self.group = group
-        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.of_group(group)
         self.backend = backend_of(group, device)
         self.name = f"point-to-point over {self.backend}"
         self.bulk_by_collectives = self.backend == "nccl"
@@ -75,7 +75,7 @@ class PointToPoint(Transport):
 
     def global_rank(self, rank: int) -> int:
         """What the world calls rank `rank` of the group."""
-        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+        return dist.get_global_rank(self.group, rank)
 
     def guarded(self, peer: int, name: str, action: Callable[[], Any]) -> Any:
         """`action()`; an error of the backend becomes one that names who is gone."""
@@ -102,7 +102,7 @@ class PointToPoint(Transport):
     def _is_gone(self, rank: int) -> bool:
         """Whether the connection to `rank` is closed. What is posted here is never received: the exchange has failed already."""
         try:
-            dist.isend(torch.zeros(1, dtype=torch.uint8), group=self.group, group_dst=rank, tag=(1 << 31) - 1)
+            dist.isend(torch.zeros(1, dtype=torch.uint8), group=self.group, group_dst=rank, tag=_PROBE_TAG)
         except RuntimeError:
             return True
         return False
@@ -114,7 +114,8 @@ class _PostedExchange(Exchange):
     def __init__(self, transport: PointToPoint, name: str, hops: Sequence[Hop]) -> None:
         super().__init__(name, hops)
         self.transport = transport
-        self.receives = [[self._receive(hop.source, tensor) for tensor in hop.into] for hop in hops]
+        self.serial = transport.serial  # others may be opened before this one has sent all
+        self.receives = [[self._receive(hop.source, tensor) for tensor in hop.into if tensor.numel()] for hop in hops]
         self.sends: list[tuple[int, Any, Tensor]] = []  # peer, work, what must stay alive
         self.lengths = self._announce()
 
@@ -136,25 +137,28 @@ class _PostedExchange(Exchange):
 
     def _receive(self, source: int, tensor: Tensor, header: bool = False) -> Any:
         raw, group = _bytes(tensor), self.transport.group
-        tag = self._tag(0 if header else raw.numel())
+        tag = self._tag(None if header else raw.numel())
         return self.transport.guarded(
             source, self.name, lambda: dist.irecv(raw, group=group, group_src=source, tag=tag)
         )
 
     def _post(self, target: int, tensor: Tensor, header: bool = False) -> None:
         raw, group = _bytes(tensor), self.transport.group
-        tag = self._tag(0 if header else raw.numel())
+        tag = self._tag(None if header else raw.numel())
         work = self.transport.guarded(
             target, self.name, lambda: dist.isend(raw, group=group, group_dst=target, tag=tag)
         )
         self.sends.append((target, work, tensor))
 
-    def _tag(self, length: int) -> int:
-        return (self.transport.serial % _SERIALS) * _LENGTHS + zlib.crc32(length.to_bytes(8, "little")) % (_LENGTHS - 1)
+    def _tag(self, length: int | None) -> int:
+        """Of a message of `length` bytes; None: a header, whose tag no length has."""
+        kind = _LENGTHS - 1 if length is None else zlib.crc32(length.to_bytes(8, "little")) % (_LENGTHS - 1)
+        return (self.serial % _SERIALS) * _LENGTHS + kind
 
     def _send(self, hop: int, tensors: list[Tensor]) -> None:
         for tensor in tensors:
-            self._post(self.hops[hop].target, tensor)
+            if tensor.numel():  # an expert without tokens
+                self._post(self.hops[hop].target, tensor)
 
     def _check_length(self, source: int) -> None:
         if source not in self.lengths:
@@ -195,9 +199,10 @@ class _BatchedExchange(Exchange):
     def _send(self, hop: int, tensors: list[Tensor]) -> None:
         target, source, into = self.hops[hop]
         group = self.transport.group
-        receives = [dist.P2POp(dist.irecv, _bytes(tensor), group=group, group_peer=source) for tensor in into]
-        sends = [dist.P2POp(dist.isend, _bytes(tensor), group=group, group_peer=target) for tensor in tensors]
-        self.works[hop] = self.transport.guarded(source, self.name, lambda: dist.batch_isend_irecv(receives + sends))
+        calls = [dist.P2POp(dist.irecv, _bytes(t), group=group, group_peer=source) for t in into if t.numel()]
+        calls += [dist.P2POp(dist.isend, _bytes(t), group=group, group_peer=target) for t in tensors if t.numel()]
+        if calls:
+            self.works[hop] = self.transport.guarded(source, self.name, lambda: dist.batch_isend_irecv(calls))
         self.alive += tensors
 
     def _wait(self, hop: int) -> None:

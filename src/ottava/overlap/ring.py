@@ -36,17 +36,18 @@ def gather_multiply(
         hops = [Hop((rank + 1) % size, (rank - 1) % size, gathered.tensors(part)) for part in order[1:]]
         exchange = transport.exchange(NAME, hops)
         out: Tensor | None = None
-        for turn, part in enumerate(order):
-            if turn > 0:
-                exchange.wait(turn - 1)
-            if turn < size - 1:
-                exchange.send(turn, gathered.tensors(part))
-            if turn == size - 2:
-                under()
-            product = multiply(gathered.part(part))
-            if out is None:
-                out = product.new_empty(size * product.shape[0], *product.shape[1:])
-            place(out, product, rows, size, part, everything)
+        with exchange.sending():
+            for turn, part in enumerate(order):
+                if turn > 0:
+                    exchange.wait(turn - 1)
+                if turn < size - 1:
+                    exchange.send(turn, gathered.tensors(part))
+                if turn == size - 2:
+                    under()
+                product = multiply(gathered.part(part))
+                if out is None:
+                    out = product.new_empty(size * product.shape[0], *product.shape[1:])
+                place(out, product, rows, size, part, everything)
         exchange.finish()
         assert out is not None
         return out, gathered.whole()

@@ -55,6 +55,8 @@ def configure(configs: dict[str, dict[str, Any]]) -> None:
             raise ValueError(
                 f"initialize_ub: ub_cfgs[{name!r}] has method {method!r}; it is one of {', '.join(_METHODS)}."
             )
+        if method is not None:
+            _warn_of_unserved(name, method)
         splits = config.get("num_splits", 1)
         if not isinstance(splits, int) or splits < 1:
             raise ValueError(f"initialize_ub: ub_cfgs[{name!r}] has num_splits {splits!r}; it is a number of pieces.")
@@ -88,19 +90,42 @@ def schedule_of(options: OverlapOptions, mode: str, name: str, sequence_parallel
 def _as_configured(schedule: Schedule, mode: str, name: str) -> Schedule:
     """With the methods that `initialize_ub` was given for the products of stage `name`."""
     gather, scatter = ("fprop", "dgrad") if mode == "column" else ("dgrad", "fprop")
-    config = _configured.get(f"{name}_{gather}", {})
-    if schedule.gather != "none" and config.get("method") in ("ring_exchange", "pipeline"):
-        schedule = replace(
-            schedule, gather=_METHODS[config["method"]], splits=config.get("num_splits", schedule.splits)
-        )
-    config = _configured.get(f"{name}_{scatter}", {})
-    if config.get("method") == "ring_exchange" and (schedule.scatter != "none" or schedule.scatter_dgrad == "pipeline"):
+    gathered, scattered = (_configured.get(f"{name}_{product}", {}) for product in (gather, scatter))
+    if schedule.gather != "none" and gathered.get("method") in ("ring_exchange", "pipeline"):
+        schedule = replace(schedule, gather=_METHODS[gathered["method"]])
+    sums_in_pieces = schedule.scatter != "none" or schedule.scatter_dgrad == "pipeline"
+    if scattered.get("method") == "ring_exchange" and sums_in_pieces:
         _warn(
             f"ottava: ub_cfgs[{f'{name}_{scatter}'!r}]: a sum over ranks goes in a pipeline, not in a ring: it has the same bytes."
         )
-    if config.get("method") == "pipeline" and "num_splits" in config:
-        schedule = replace(schedule, splits=config["num_splits"])
-    return schedule
+    splits = {
+        product: config["num_splits"]
+        for product, config, in_pieces in (
+            (gather, gathered, schedule.gather == "pipeline"),
+            (scatter, scattered, sums_in_pieces),
+        )
+        if in_pieces and "num_splits" in config
+    }
+    if len(set(splits.values())) > 1:
+        _warn(f"ottava: ub_cfgs: {name} has one number of pieces for all of its products: {splits[scatter]}.")
+    return replace(schedule, splits=splits.get(scatter, splits.get(gather, schedule.splits)))
+
+
+_SERVED = {
+    **dict.fromkeys(("qkv_fprop", "fc1_fprop", "proj_dgrad", "fc2_dgrad"), ("ring_exchange", "pipeline")),
+    **dict.fromkeys(("proj_fprop", "fc2_fprop"), ("pipeline", "ring_exchange")),
+    **dict.fromkeys(("qkv_dgrad", "fc1_dgrad"), ("bulk", "pipeline", "ring_exchange")),
+    **dict.fromkeys(("qkv_wgrad", "fc1_wgrad"), ("bulk",)),
+    **dict.fromkeys(("proj_wgrad", "fc2_wgrad"), ()),
+}
+"""Methods that each product knows; the switches say which of them is on."""
+
+
+def _warn_of_unserved(name: str, method: str) -> None:
+    served = _SERVED[name]
+    if method not in served:
+        known = f"it knows {', '.join(served)}" if served else "nothing travels under it"
+        _warn(f"ottava: initialize_ub: ub_cfgs[{name!r}] has method {method!r}, which has no effect: {known}.")
 
 
 def warn_of_idle_switches(

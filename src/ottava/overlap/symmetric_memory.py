@@ -18,6 +18,7 @@ import contextlib
 import os
 import zlib
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,13 +27,16 @@ from torch import Tensor
 
 from ottava import torch_private
 from ottava.notices import leads, warn_once
+from ottava.overlap import connections
 from ottava.overlap.point_to_point import backend_of
 from ottava.overlap.transport import Exchange, Hop, Transport
 
 ALIGNMENT = 256  # bytes between messages in a mailbox
-HOPS = 14  # signals of "filled" in a half. 8 ranks have 64 channels: a hop more than these takes one that an earlier hop has left
+HOPS = 14  # signals of "filled" in a half: a hop more than these takes one that an earlier hop has left
 HALVES = 2
 FREE = HALVES * HOPS
+MOST = 72  # ranks of a group: torch has 32 channels for as many, all of an NVLink domain, and FREE + HALVES are used
+SHARING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 SMALLEST = 1 << 20  # bytes of a mailbox
 
 
@@ -43,25 +47,52 @@ def missing_because(group: Any, device: torch.device) -> str | None:
     if not torch_private.has_symmetric_memory():
         return f"torch {torch.__version__} has none"
     places = _places(group, device)
-    if len({machine for machine, _ in places}) > 1:
-        return f"the group's ranks are on {len({machine for machine, _ in places})} machines"
-    gpus = [gpu for _, gpu in places]
-    shared = len(set(gpus)) < len(gpus)
-    if shared and os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") != "1":
-        return "several ranks share a GPU (torch allows it with TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1)"
+    why = misplaced_because(places)
+    if why is not None:
+        return why
+    gpus = [place.gpu for place in places]
     reach = torch.tensor([_reaches_all(device, gpus)], dtype=torch.int32, device=_where(group, device))
     dist.all_reduce(reach, op=dist.ReduceOp.MIN, group=group)
     return None if int(reach) else "not all of its GPUs can read one another's memory (no NVLink, no peer access)"
 
 
-def _places(group: Any, device: torch.device) -> list[tuple[int, int]]:
-    """(machine, GPU) of every rank, as numbers that are equal where they are the same."""
+class Place(NamedTuple):
+    """Where a rank is, as numbers that are equal where the places are the same; and whether it may share its GPU."""
+
+    machine: int
+    gpu: int
+    may_share: int
+
+
+def misplaced_because(places: Sequence[Place]) -> str | None:
+    """Why ranks in these places have no symmetric memory; None: nothing speaks against it."""
+    if len(places) > MOST:
+        return f"the group has {len(places)} ranks, and its signals are enough for {MOST}"
+    machines = {place.machine for place in places}
+    if len(machines) > 1:
+        return f"the group's ranks are on {len(machines)} machines"
+    shared = len({place.gpu for place in places}) < len(places)
+    if shared and not all(place.may_share for place in places):
+        return f"several ranks share a GPU (torch allows it with {SHARING}=1, in all of them)"
+    return None
+
+
+def _places(group: Any, device: torch.device) -> list[Place]:
+    """Of every rank."""
     uuid = str(torch.cuda.get_device_properties(device).uuid)
-    numbers = [zlib.crc32(os.uname().nodename.encode()), zlib.crc32(uuid.encode())]
-    own = torch.tensor(numbers, device=_where(group, device))
+    own = torch.tensor(
+        [zlib.crc32(_machine().encode()), zlib.crc32(uuid.encode()), int(os.environ.get(SHARING) == "1")],
+        device=_where(group, device),
+    )
     all_of_them = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(all_of_them, own, group=group)
-    return [(int(place[0]), int(place[1])) for place in all_of_them]
+    return [Place(*place.tolist()) for place in all_of_them]
+
+
+def _machine() -> str:
+    """A name of this machine, or of the container in it. Many machines are called localhost, but none starts at the same time."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return os.uname().nodename + (boot.read_text() if boot.exists() else "")
 
 
 def _where(group: Any, device: torch.device) -> torch.device:
@@ -99,13 +130,13 @@ class SymmetricMemory(Transport):
     name = "symmetric memory, by copy engines"
 
     def __init__(self, group: Any, device: torch.device) -> None:
-        self.group, self.device = group, device
-        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.of_group(group)
+        self.device = device
         self.timeout_ms = int(1e3 * torch_private.group_timeout_s(group, device))
         self.lanes = Lanes(device)
-        if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and leads():
+        if os.environ.get(connections.VARIABLE) == "1" and leads():
             warn_once(
-                "ottava: overlap: CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams in one queue of the GPU, so that products wait for "
+                f"ottava: overlap: {connections.VARIABLE}=1 puts all streams in one queue of the GPU, so that products wait for "
                 "messages. TransformerEngine's userbuffers want it; here, leave it unset (or 8 and more)."
             )
         self._start()
@@ -113,11 +144,15 @@ class SymmetricMemory(Transport):
     def _start(self) -> None:
         self.serial = 0
         self.workspace: Workspace | None = None
+        self.broken: str | None = None
+        """Why nothing can be exchanged any more."""
         self.unread: set[tuple[int, int]] = set()
         """(half, target) whose last exchange has not been answered with "free"."""
 
     def exchange(self, name: str, hops: Sequence[Hop]) -> Exchange:
         """See `Transport`."""
+        if self.broken is not None:
+            raise RuntimeError(f"{self.name}: {self.broken}: other ranks still wait for them. Start all ranks anew.")
         longest = max(_lengths(hops, "source").values(), default=0)
         if self.workspace is None or longest > self.workspace.mailbox:
             self._grow(longest)
@@ -178,6 +213,8 @@ class _MailExchange(Exchange):
         self, transport: SymmetricMemory, workspace: Workspace, half: int, name: str, hops: Sequence[Hop]
     ) -> None:
         super().__init__(name, hops)
+        self.alive: list[Tensor] = []
+        """What is being copied away; empty when it has been waited for."""
         self.transport, self.workspace, self.half, self.lanes = transport, workspace, half, transport.lanes
         self.opened = self.lanes.mark()  # `into` may be memory that the current stream still reads
         self.outgoing, self.incoming = _offsets(hops, "target"), _offsets(hops, "source")
@@ -185,7 +222,7 @@ class _MailExchange(Exchange):
         self.last = {hop.source: i for i, hop in enumerate(hops)}
         self.arrived: dict[int, Any] = {}
         self.sent: Any = None
-        self.alive: list[Tensor] = []
+        self.unsent = set(range(len(hops)))
 
     def _mailbox(self, receiver: int, sender: int, start: int, count: int) -> Tensor:
         base = (self.half * self.transport.size + sender) * self.workspace.mailbox + start
@@ -206,6 +243,8 @@ class _MailExchange(Exchange):
             signals.put_signal(target, channel, timeout)
             self.transport.unread.add((self.half, target))
             self.sent = self.lanes.mark()
+        self.unsent.discard(hop)
+        self.alive += tensors
         with self.lanes.lane("receiving", self.opened):
             signals.wait_signal(source, channel, timeout)
             start = self.incoming[hop]
@@ -216,7 +255,6 @@ class _MailExchange(Exchange):
             if self.last[source] == hop:
                 signals.put_signal(source, free, timeout)
             self.arrived[hop] = self.lanes.mark()
-        self.alive += tensors
 
     def _wait(self, hop: int) -> None:
         self.lanes.follow(self.arrived[hop])
@@ -227,6 +265,17 @@ class _MailExchange(Exchange):
         if self.sent is not None:
             self.lanes.follow(self.sent)
         self.alive.clear()
+
+    def _abandon(self, error: BaseException) -> None:
+        if self.unsent:
+            self.transport.broken = f"{self.name} ended in {type(error).__name__} before all of its messages were sent"
+        self._finish()
+
+    def __del__(self) -> None:
+        # Never finished, because of an error elsewhere: its memory may be taken by others only behind the copies.
+        if self.alive:
+            with contextlib.suppress(Exception):
+                self._finish()
 
 
 def _aligned(count: int) -> int:

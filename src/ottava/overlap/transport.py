@@ -15,12 +15,14 @@ Receives are posted before anything is sent: a message that nobody expects yet d
 from __future__ import annotations
 
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -63,6 +65,15 @@ class Exchange(ABC):
         if self._began is not None:
             meter.in_flight(self.name, self._began, time.perf_counter())
 
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """Goes around what is computed between sends. An error in there leaves hops unsent that other ranks wait for."""
+        try:
+            yield
+        except BaseException as error:
+            self._abandon(error)
+            raise
+
     @property
     def device(self) -> torch.device:
         """Where the tensors are."""
@@ -76,6 +87,10 @@ class Exchange(ABC):
 
     @abstractmethod
     def _finish(self) -> None: ...
+
+    def _abandon(self, error: BaseException) -> None:
+        """What is left to do where an error has ended it. Messages of a process group need nothing: the next exchange has other tags."""
+        self._began = None
 
 
 class Link(NamedTuple):
@@ -93,6 +108,25 @@ class Transport(ABC):
     rank: int = 0
     bulk_by_collectives: bool = False
     """The backend's own collectives carry what travels under a product as a whole better than an exchange of messages does."""
+
+    _group: weakref.ref[Any] | None = None
+
+    def of_group(self, group: Any) -> None:
+        """Takes its ranks from a process group; None: the world. The group is not kept alive: who ends it ends what serves it too,
+        and the memory that it has on a GPU."""
+        group = dist.group.WORLD if group is None else group
+        self._group = weakref.ref(group)
+        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+
+    @property
+    def group(self) -> Any:
+        """The process group."""
+        group = None if self._group is None else self._group()
+        if group is None:
+            raise RuntimeError(
+                f"{self.name}: its process group has been destroyed: make modules anew with the new group."
+            )
+        return group
 
     @abstractmethod
     def exchange(self, name: str, hops: Sequence[Hop]) -> Exchange:
@@ -124,10 +158,12 @@ def wrapping(wrap: Wrap) -> Iterator[None]:
     >>> with wrapping(lambda transport: VirtualLink(transport, bytes_per_second=1e9)):
     ...     y = layer(x)
     """
-    kept: dict[int, Transport] = {}
+    kept: dict[Transport, Transport] = {}
 
     def once(transport: Transport) -> Transport:  # a link has a state: one for each transport
-        return kept.setdefault(id(transport), wrap(transport)) if id(transport) not in kept else kept[id(transport)]
+        if transport not in kept:
+            kept[transport] = wrap(transport)
+        return kept[transport]
 
     _wrap.append(once)
     try:

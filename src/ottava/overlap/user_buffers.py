@@ -19,7 +19,7 @@ from ottava.overlap import switches
 __all__ = ["UserBufferQuantizationMode", "destroy_ub", "initialize_ub", "is_ub_initialized"]
 
 _SHAPE: list[tuple[int, ...]] = []
-_ACTS = ("method", "num_splits", "is_reduce_scatter")
+_ACTS = ("method", "num_splits")
 _IDLE = {
     "num_sm": "no multiprocessors are set aside: copy engines or the process group move the bytes",
     "cga_size": "there are no communication kernels",
@@ -30,6 +30,7 @@ _IDLE = {
     "fp8_buf": "what the recipe quantizes travels as bytes, sums in the dtype of the product",
     "comm_priority": "the transport chooses its streams",
     "gemm_priority": "products run on the current stream",
+    "is_reduce_scatter": "what a product gathers or sums follows from its stage",
     "pipeline_rs_overlap_first_gemm": "the own tokens are multiplied last, under the last pieces",
 }
 """Keys of `ub_cfgs` that have nothing to act on, and why."""

@@ -60,6 +60,9 @@ class _Delayed(Exchange):
         self.inner._finish()
         _sleep_until(max(self.due.values(), default=0.0))
 
+    def _abandon(self, error: BaseException) -> None:
+        self.inner._abandon(error)
+
 
 def _sleep_until(due: float) -> None:
     left = due - time.perf_counter()

@@ -24,6 +24,7 @@ from typing import Any
 
 from ottava.distributed.plan import RECOMPUTE
 from ottava.kernels.block_moment import BLOCK
+from ottava.overlap.schedule import default_method
 from ottava.plan.model_size import ModelSize
 from ottava.quant.quantization import Quantization
 from ottava.train.config import Config
@@ -108,6 +109,11 @@ class Layout:
         beyond = self.shard > 1 and self.shard * self.tp > island
         return (1 - RUNG) ** self.states.rungs * (1 - SIMPLER) ** harder * (1 - BEYOND) ** beyond
 
+    def _overlap(self, config: Config) -> str:
+        """The configuration's own method where it can act, if it has one; else the default of the mesh."""
+        default = default_method(self.tp, self.sequence_parallel)
+        return default if "none" in (default, config.parallel.overlap) else config.parallel.overlap
+
     def apply(self, config: Config, per_node: int) -> Config:
         """The configuration of this layout. Raises ValueError where `ottava train` would."""
         states = self.states
@@ -119,7 +125,7 @@ class Layout:
             "strategy": self.strategy,
             "recompute": self.recompute,
             "sequence_parallel": self.sequence_parallel,
-            "overlap": "bulk" if self.sequence_parallel else "none",
+            "overlap": self._overlap(config),
         }
         optimizer: dict[str, Any] = {"name": states.optimizer, "moments": states.moments, "masters": states.masters}
         precision: dict[str, Any] = {

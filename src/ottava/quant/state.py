@@ -65,7 +65,7 @@ class autocast:
                 f"autocast: recipe must be one of ottava.recipe's recipes, got {type(recipe).__name__}; "
                 "for example recipe=ottava.recipe.Float8CurrentScaling()."
             )
-        wanted = enabled or calibrating
+        wanted = (enabled or calibrating) and (recipe is None or recipe.quantizes)
         self.recipe = (default_recipe() if recipe is None else recipe) if wanted else None
         self.calibrating = calibrating and not enabled
         self.outer: list[tuple[Recipe | None, bool, Any]] = []  # a stack: the same object may be entered twice
@@ -109,7 +109,12 @@ class quantized_model_init:
     def __init__(
         self, enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
     ) -> None:
-        self.enabled = enabled
+        if recipe is not None and not isinstance(recipe, Recipe):
+            raise ValueError(
+                f"quantized_model_init: recipe must be one of ottava.recipe's recipes, got {type(recipe).__name__}; "
+                "for example recipe=ottava.recipe.Float8CurrentScaling()."
+            )
+        self.enabled = enabled and (recipe is None or recipe.quantizes)
         self.recipe = default_recipe() if recipe is None else recipe
         self.preserve = preserve_high_precision_init_val
         self.outer: list[quantized_model_init | None] = []

@@ -4,6 +4,7 @@
 
     state      who has it                                   high precision      FP8 bytes
     WHOLE      a parameter of `quantized_model_init`        -                   2n: rowwise, and columnwise for backward
+      once somebody has asked for its state dict:           -                   1-D blocks: 3n (`WeightMemory.lay_rows_first`)
     SHARD      FSDP2's rows of it, on w ranks               -                   n/w (1-D blocks, which have two sets of bytes: 2n/w)
       with a master (`shard_model`):                        the rows            the same, once a recipe is known
     GATHERED   FSDP2's all-gather, for one forward          -                   2n, freed after use
@@ -30,6 +31,7 @@ import torch
 from torch import Tensor
 
 from ottava import torch_private
+from ottava.notices import warn_once
 from ottava.quant.scheme import Scheme
 from ottava.quant.tensor import QUANTIZED_HANDLERS, QuantizedTensor
 from ottava.quant.weight_gather import UNQUANTIZED, GatherState, fill, fill_rows, messages
@@ -47,7 +49,18 @@ from ottava.quant.weight_memory import (
 )
 from ottava.quant.weight_renew import renew
 
-__all__ = ["State", "Weight", "as_one_matrix", "join_parts", "link_parts", "one_matrix", "tensors_of", "upright"]
+__all__ = [
+    "State",
+    "Weight",
+    "as_one_matrix",
+    "join_parts",
+    "link_copies",
+    "link_parts",
+    "mark_written",
+    "one_matrix",
+    "tensors_of",
+    "upright",
+]
 
 aten = torch.ops.aten
 
@@ -230,7 +243,7 @@ class Weight(QuantizedTensor):
         slow = _partners([tensor.memory for tensor in tensors])
         for tensor, source in zip(tensors, sources, strict=True):
             memory, values = tensor.memory, source.detach().to(tensor.device)
-            memory.preserved = None
+            memory.preserved = memory.given = None
             if tensor.state is State.GATHERED:
                 raise ValueError(
                     f"{memory.name} is gathered: write to the sharded parameter, outside of forward and backward."
@@ -257,16 +270,22 @@ class Weight(QuantizedTensor):
         if isinstance(value, Weight) and value._cell is self._cell and value.dtype == self.dtype:
             torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
             return
+        if value.dim() == 1 and self.dim() == 2:
+            raise ValueError(
+                f"{self.memory.name} of {tuple(self.shape)} is stored in FP8 and cannot be a stretch of a flat parameter, as FSDP1 wants it"
+                ": use FSDP2 (torch's fully_shard, ottava.distributed.shard_model), or do without quantized_model_init."
+            )
         if value.shape != self.shape or value.device != self.device:
             raise ValueError(
                 f"{self.memory.name} of {tuple(self.shape)} on {self.device} takes values of its own shape and device, got "
                 f"{tuple(value.shape)} on {value.device}. To move it, move its module: module.to(device)."
             )
-        if value.dtype == self.dtype:
-            with torch.no_grad():
-                self.copy_(value)
-        else:
+        if value.dtype != self.dtype:
             _change_dtype(self, value)
+            return
+        _warn_of_buckets(self, value)
+        with torch.no_grad():
+            self.copy_(value)
 
     def share_memory_(self) -> Weight:
         """Moves what it holds into memory that processes share."""
@@ -380,7 +399,7 @@ class Weight(QuantizedTensor):
             result = handler(func, *args, **kwargs)
             if result is not NotImplemented:
                 return result
-        if func._schema.is_mutable:
+        if func._schema.is_mutable or func.namespace == "c10d":
             return _write(func, args, kwargs)
         first = args[0] if args else None
         if (
@@ -424,6 +443,26 @@ def link_parts(weights: Sequence[Weight]) -> None:
         memory.join(group)
 
 
+def link_copies(weights: Sequence[Any]) -> bool:
+    """Whether weights are copies, made one by one, of all parts of one matrix (`torch.func.functional_call` of cloned parameters): they
+    share its scales again then."""
+    if not all(isinstance(w, Weight) and w.stored_quantized and w.state is State.WHOLE for w in weights):
+        return False
+    memories = [weight.memory for weight in weights]
+    first, row = memories[0], 0
+    for memory in memories:
+        place = memory.place
+        if place.part[0] != row or place.matrix != first.place.matrix or memory.scheme != first.scheme:
+            return False
+        if len(memory.group.parts) > 1 or not first.group.same_scales(memory.group):
+            return False
+        row += place.part[1]
+    if row != first.place.matrix[0]:
+        return False
+    link_parts(weights)
+    return True
+
+
 # ----------------------------------------------------------------------------------------------------- bytes of a whole unit
 
 
@@ -432,7 +471,7 @@ def _partners(memories: Sequence[WeightMemory]) -> list[tuple[Tensor, WeightMemo
     given = {id(memory) for memory in memories}
     groups = {id(m.group): m.group for m in memories if m.shares_scales}
     others = [part for group in groups.values() for part in group.parts if id(part) not in given]
-    return [(part.values(torch.float32), part) for part in others]
+    return [(part.given_values(), part) for part in others]
 
 
 def _quantizes_alone(weight: Weight) -> bool:
@@ -466,9 +505,17 @@ def _take_buffers(memory: WeightMemory, parts: dict[str, Tensor]) -> None:
     else:
         memory.set_scales(ROWWISE, parts["rowwise_scale_inv"])
     if memory.two_copies:
-        memory.set_scales(COLUMNWISE, parts["columnwise_scale_inv"].t())
-        memory.data[COLUMNWISE] = upright(parts["columnwise_data"], scheme)
+        _take_columnwise(memory, upright(parts["columnwise_data"], scheme), parts["columnwise_scale_inv"].t())
     memory.preserved, memory.without_scales = None, False
+
+
+def _take_columnwise(memory: WeightMemory, data: Tensor, scales: Tensor) -> None:
+    """Upright views of what a GEMM takes, or, where somebody reads them as rows, these rows."""
+    if memory.rows_first:
+        old = [memory.data.get(COLUMNWISE), memory.held_scales(COLUMNWISE)]
+        data, scales = written_over(old, [data.contiguous(), scales.contiguous()])
+    memory.data[COLUMNWISE] = data
+    memory.set_scales(COLUMNWISE, scales)
 
 
 def _transposed_part(weight: Weight, name: str) -> Tensor | None:
@@ -534,8 +581,10 @@ def _renewed_operands(group: ScaleGroup) -> tuple[list[int], dict[str, Tensor]]:
     first = 0
     for part in group.parts:  # one memory for the parts and the whole
         rows = part.place.unit[0]
+        part.check_given()
         part.data[ROWWISE] = made["rowwise_data"].narrow(0, first, rows)
-        if part.two_copies and part.scheme.elements_per_byte == 1:
+        part.bytes_follow_given()
+        if part.two_copies and part.scheme.elements_per_byte == 1 and not part.rows_first:
             part.data[COLUMNWISE] = made["columnwise_data"].narrow(1, first, rows).t()
         first += rows
     return _versions(group), made
@@ -688,11 +737,18 @@ def _written(func: Any, args: tuple, kwargs: dict) -> list[Weight]:
     """The weights that the op would write into."""
     found: list[Weight] = []
     for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        if not (written or _receives(func, argument.name)):
             continue
         value = args[i] if i < len(args) else kwargs.get(argument.name)
-        found += [v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, Weight)]
+        found += [v for v in torch_private.tree_flatten(value)[0] if isinstance(v, Weight)]
     return found
+
+
+def _receives(func: Any, argument: str) -> bool:
+    """Collectives write without saying so in their schema."""
+    tensors = argument == "tensors" and func is not torch.ops.c10d.send.default
+    return func.namespace == "c10d" and (tensors or argument.startswith("output"))
 
 
 def _write(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -705,14 +761,29 @@ def _write(func: Any, args: tuple, kwargs: dict) -> Any:
 
     plain_args, plain_kwargs = torch_private.map_instances(QuantizedTensor, plain, (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
+    received = func.namespace == "c10d"
+    if received:  # `dist.broadcast(weight, async_op=True)` and the like: what is quantized next has to be there
+        torch_private.wait_for_work(result)
     bytes_only = [w for w in targets if w.master is None]
     if bytes_only:
-        Weight.requantize_together_(bytes_only, [values[id(w)] for w in bytes_only])
-        _mark_written(bytes_only)
+        requantize = _requantize_given if received else Weight.requantize_together_
+        requantize(bytes_only, [values[id(w)] for w in bytes_only])
+        mark_written(bytes_only)
     for weight in targets:
         weight.memory.made_from = {}
     back = {id(values[id(w)]): w for w in targets}
     return torch_private.map_instances(Tensor, lambda t: back.get(id(t), t), result)
+
+
+def _warn_of_buckets(weight: Weight, value: Tensor) -> None:
+    """Who puts a parameter's own values into a larger buffer and gives it a view of that means the buffer to be the parameter."""
+    if isinstance(value, QuantizedTensor) or weight.master is not None or torch_private.is_fake(value) or value.is_meta:
+        return
+    if value.untyped_storage().nbytes() > value.numel() * value.element_size() and torch.equal(value, weight._values()):
+        warn_once(
+            f"ottava: {weight.memory.name} is stored in FP8, and its `data` was set to a view of a larger buffer with the same values. It "
+            "does not follow that buffer: ZeroRedundancyOptimizer(parameters_as_bucket_view=True) and the like would not train it."
+        )
 
 
 def _change_dtype(weight: Weight, values: Tensor) -> None:
@@ -728,18 +799,20 @@ def _change_dtype(weight: Weight, values: Tensor) -> None:
     torch.Tensor.data.__set__(weight, other)  # type: ignore[attr-defined]
 
 
-def _mark_written(weights: Sequence[Weight]) -> None:
+def mark_written(weights: Sequence[Weight]) -> None:
     """Below autograd, where ops on a weight arrive, writing changes no tensor's version. But versions are how `operands` knows that scales
     have changed, and how autograd refuses a backward that holds bytes of before."""
     for group in {id(w.memory.group): w.memory.group for w in weights}.values():
         made = [] if group.operands is None else list(group.operands[1].values())
         torch.autograd.graph.increment_version([*made, *(t for part in group.parts for t in part.tensors())])
+        for part in group.parts:
+            part.bytes_follow_given()
 
 
 def _copy(func: Any, target: Weight, source: Tensor, *unused: Any) -> Any:
     written = _copy_into(func, target, source)
     if target.master is None and target.state is not State.GATHERED:
-        _mark_written([target])
+        mark_written([target])
     return written
 
 
@@ -770,7 +843,19 @@ def _copy_into(func: Any, target: Weight, source: Tensor) -> Any:
     if type(source) is QuantizedTensor and source.scheme == target.scheme and whole:
         _take_buffers(target.memory, {n: t.to(target.device, copy=True) for n, t in source._parts.items()})
         return target
-    return target.requantize_(source._values() if isinstance(source, QuantizedTensor) else source)
+    _requantize_given([target], [source._values() if isinstance(source, QuantizedTensor) else source])
+    return target
+
+
+def _requantize_given(targets: Sequence[Weight], values: Sequence[Tensor]) -> None:
+    """Values that come one parameter at a time, as from a file or another rank, into weights that share a scale with others: they are kept
+    until all parts of the matrix have theirs, so that what comes last does not round those before it a second time. So it is the same
+    whether they come one by one or at once, and ranks that get the same values have the same bytes."""
+    Weight.requantize_together_(targets, values)
+    for target, value in zip(targets, values, strict=True):
+        memory = target.memory
+        if memory.shares_scales and not torch_private.is_fake(value):
+            memory.keep_given(value.detach().reshape(memory.place.rows, memory.place.unit[1]))
 
 
 # ------------------------------------------------------------------------------------------------------- views and new memory

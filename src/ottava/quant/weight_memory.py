@@ -32,6 +32,7 @@ from torch.nn.functional import pad
 from ottava import torch_private
 from ottava.quant.delayed import DelayedState
 from ottava.quant.scheme import Scheme
+from ottava.recipe import Recipe
 
 ROWWISE, COLUMNWISE = "rowwise", "columnwise"
 TENSOR_NAMES = (
@@ -275,9 +276,13 @@ class WeightMemory:
         self.data: dict[str, Tensor] = {}
         """By direction, uint8 [padded, columns] (E2M1: [padded, columns/2]); columnwise bytes (1-D blocks only) are not transposed."""
         self._scales: dict[str, Tensor] = {}
+        self.recipe: Recipe | None = None
+        """What `quantized_model_init` was given, where it made the weight."""
         self.preserves = False
         self.preserved: Tensor | None = None
         """The rows before they were first quantized, where `quantized_model_init(preserve_high_precision_init_val=True)` kept them."""
+        self.given: tuple[Tensor, int] | None = None
+        """What the bytes were made from, and their version then, while other parts of the matrix have not got theirs (`keep_given`)."""
         self.tensor_groups: Groups = ()
         """Tensor-parallel ranks among which the parameter is split."""
         self.shard_groups: Groups = ()
@@ -292,6 +297,8 @@ class WeightMemory:
         """Where there is a master: address of memory that holds the values the bytes were made from -> its version then."""
         self.without_scales = False
         """Somebody has written bytes, and their scales have not come yet: `load_state_dict` brings them."""
+        self.rows_first = False
+        """Somebody reads bytes and scales as rows of the matrix: see `lay_rows_first`."""
         self.gathers_both = False
         """1-D blocks: gather both directions at once, because a forward runs again in backward or memory stays gathered."""
 
@@ -410,6 +417,18 @@ class WeightMemory:
             held = self.data[direction] = torch.zeros(shape, dtype=torch.uint8, device=device)
         return held[: place.rows]
 
+    def lay_rows_first(self) -> None:
+        """Bytes and scales become memory in which the matrix's rows follow one another, as files want them, and stay so.
+
+        Columnwise bytes of a whole weight are a view of the transposed ones that a GEMM takes, until somebody asks for a state dict: its
+        entries are to be the weight's own memory, too, so from then on these are two.
+        """
+        self.rows_first = True
+        for direction, data in self.data.items():
+            self.data[direction] = data.contiguous()
+        for held in (self._scales, self.group.grids):
+            held.update({direction: scale.contiguous() for direction, scale in held.items()})
+
     def tensors(self) -> list[Tensor]:
         """All that it holds."""
         shared = [t for t in (self.group.amax, self.group.scale_inv) if t.numel()]
@@ -441,7 +460,7 @@ class WeightMemory:
         return other
 
     def _hand_over(self, other: WeightMemory) -> None:
-        other.preserves, other.preserved = self.preserves, self.preserved
+        other.recipe, other.preserves, other.preserved = self.recipe, self.preserves, self.preserved
         other.weight_group, other.device_type = self.weight_group, self.device_type
         other.tensor_groups, other.shard_groups = self.tensor_groups, self.shard_groups
         other.gather_dtype, other.gathers_both = self.gather_dtype, self.gathers_both
@@ -471,6 +490,32 @@ class WeightMemory:
         """Rowwise bytes of the rows that are held, whose scales are still to come."""
         self.data[ROWWISE][: self.place.rows].copy_(data)
         self.preserved, self.without_scales = None, True
+
+    def keep_given(self, values: Tensor) -> None:
+        """Keeps values until all parts of the matrix were given theirs."""
+        self.given = (values.clone(), self._bytes_version())
+        if all(part.given is not None for part in self.group.parts):
+            for part in self.group.parts:
+                part.given = None
+
+    def given_values(self) -> Tensor:
+        """The rows that are held [rows, columns]: as they were given, if the bytes are still those, else dequantized."""
+        self.check_given()
+        return self.values(torch.float32) if self.given is None else self.given[0]
+
+    def check_given(self) -> None:
+        """Forgets what was given if somebody has written other bytes since."""
+        if self.given is not None and self.given[1] != self._bytes_version():
+            self.given = None
+
+    def bytes_follow_given(self) -> None:
+        """The bytes were written from what was given, or moved."""
+        if self.given is not None:
+            self.given = (self.given[0], self._bytes_version())
+
+    def _bytes_version(self) -> int:
+        held = self.data[ROWWISE]
+        return 0 if held.is_inference() else held._version
 
     def keep_first_values(self, values: Tensor | None) -> None:
         """Keeps what was quantized first, on the CPU."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from ottava.kernels.block_moment import BLOCK
 from ottava.quant.quantization import Quantization
+from ottava.untrusted.files import shown
 
 if TYPE_CHECKING:
     from ottava.train.config import Config
@@ -46,6 +49,24 @@ AT_LEAST: dict[tuple[str, str], float] = {
     ("health", "watchdog_save_s"): 0,
     ("health", "restarts"): 0,
 }
+# (section, field): largest value that is no mistake. What follows from such numbers is allocated, counted or started.
+AT_MOST: dict[tuple[str, str], float] = {
+    ("model", "layers"): 10_000,
+    ("model", "hidden_size"): 2**24,
+    ("model", "ffn_hidden_size"): 2**26,
+    ("model", "heads"): 2**16,
+    ("model", "vocab_size"): 2**28,
+    ("model", "max_length"): 2**31,
+    ("data", "length"): 2**31,
+    ("data", "prefetch"): 4096,
+    ("parallel", "ranks"): 2**16,
+    ("train", "steps"): 10**12,
+    ("train", "global_batch"): 2**31,
+    ("train", "sample_tokens"): 2**20,
+    ("metrics", "prometheus_port"): 2**16 - 1,
+}
+MANY_LINES = (("train", "sample_prompt"),)
+"""Texts that may have line ends and tabs."""
 FRACTIONS = (
     ("schedule", "final_fraction"),
     ("schedule", "decay_fraction"),
@@ -62,6 +83,7 @@ def check(config: Config) -> None:
     Traceback (most recent call last):
     ValueError: train.global_batch (10) must be a multiple of train.micro_batch (4).
     """
+    _check_values(config)
     _check_numbers(config)
     _check_model(config)
     _check_schedule(config)
@@ -88,7 +110,22 @@ def _need(fine: bool, otherwise: str) -> None:
         raise ValueError(otherwise)
 
 
+def _check_values(config: Config) -> None:
+    """Numbers are finite, and texts can be printed: they come back in messages, names of files and pages."""
+    for section in (field for field in fields(config) if is_dataclass(getattr(config, field.name))):
+        for name, value in vars(getattr(config, section.name)).items():
+            where = f"{section.name}.{name}"
+            for one in value if isinstance(value, tuple | list) else (value,):
+                _need(not isinstance(one, float) or math.isfinite(one), f"{where} must be finite, got {one}.")
+                lines = (section.name, name) in MANY_LINES
+                fine = not isinstance(one, str) or (shown(one) == one if lines else one.isprintable())
+                _need(fine, f"{where} has control characters: {one!a:.80}.")
+
+
 def _check_numbers(config: Config) -> None:
+    for (section, name), most in AT_MOST.items():
+        value = getattr(getattr(config, section), name)
+        _need(value is None or value <= most, f"{section}.{name} must be at most {most:,}, got {value!s:.20}.")
     for (section, name), least in AT_LEAST.items():
         value = getattr(getattr(config, section), name)
         _need(value is None or value >= least, f"{section}.{name} must be at least {least:g}, got {value}.")

@@ -8,17 +8,19 @@ from contextlib import suppress
 from typing import TextIO
 
 from ottava.notices import warn_once
+from ottava.untrusted.files import shown
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Prints a line and flushes it. A stream that cannot be written to is given up, with one warning.
+    """Prints a line and flushes it; control characters, which a sample of a model may have, as escapes. A stream that cannot be written
+    to is given up, with one warning.
 
     >>> say("step 1")
     step 1
     """
     stream = stream or sys.stdout
     try:
-        print(text, file=stream, flush=True)
+        print(shown(text), file=stream, flush=True)
     except (OSError, ValueError) as error:  # ValueError: closed
         give_up(stream, error)
 

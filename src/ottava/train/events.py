@@ -10,8 +10,11 @@ from typing import Any
 from ottava.guard.finding import Finding
 from ottava.notices import warn_once
 from ottava.train.metrics import finite
+from ottava.untrusted.files import open_to_append, read_lines
 
 FILE = "events.jsonl"
+KINDS = {"step": int, "what": str, "text": str, "findings": list}
+"""What every line has."""
 
 
 class Events:
@@ -32,21 +35,21 @@ class Events:
         line |= {key: finite(value) for key, value in more.items()}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file:
+            with open_to_append(self.path) as file:
                 file.write(json.dumps(line, allow_nan=False) + "\n")
         except OSError as error:
             warn_once(f"{self.path} cannot be written: {error.strerror}. Events are in metrics.jsonl alone.")
 
 
 def read_events(run: Path) -> Iterator[dict[str, Any]]:
-    """The lines; what is not one (a killed process leaves half of a line) is passed over."""
+    """The lines; what is not one (a killed process leaves half of a line, a stranger anything) is passed over."""
     path = run / FILE
     if not path.is_file():
         return
-    for line in path.read_bytes().splitlines():
+    for line in read_lines(path):
         try:
             found = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(found, dict) and isinstance(found.get("step"), int) and isinstance(found.get("text"), str):
+        if isinstance(found, dict) and all(type(found.get(key)) is kind for key, kind in KINDS.items()):
             yield found

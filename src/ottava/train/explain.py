@@ -7,10 +7,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from ottava.guard.finding import Finding
+from ottava.guard.finding import KINDS, Finding
 from ottava.train.events import read_events
 from ottava.train.metrics import FILE as METRICS
 from ottava.train.metrics import read_metrics
+from ottava.train.report_input import plain_steps
 from ottava.train.run_folder import CONFIG_FILE
 
 MOST = 4
@@ -42,7 +43,7 @@ def explain(folder: Path, step: int | None = None) -> str:
     if not (folder / CONFIG_FILE).is_file() and not (folder / METRICS).is_file():
         raise ValueError(f"{folder} is not a run: it has neither {CONFIG_FILE} nor {METRICS}.")
     events = [event for event in read_events(folder) if step in (None, event["step"])]
-    lines = list(read_metrics(folder / METRICS)) if (folder / METRICS).is_file() else []
+    lines = plain_steps(read_metrics(folder / METRICS)) if (folder / METRICS).is_file() else []
     if not events:
         which = "No step" if step is None else f"Nothing of step {step}"
         told = [
@@ -74,13 +75,16 @@ def _story(step: int, events: list[dict[str, Any]], lines: list[dict[str, Any]])
 
 
 def _findings(event: dict[str, Any]) -> Iterable[Finding]:
-    for values in event.get("findings", []):
+    for values in event["findings"]:
         try:
             finding = Finding.from_json(values)
-            _ = finding.text
-        except (TypeError, KeyError, AttributeError):
-            continue  # of a later version
-        yield finding
+        except (TypeError, AttributeError):
+            continue  # of a later version, or damaged
+        texts = (finding.kind, finding.layer, finding.operand, finding.direction, finding.value, finding.detail)
+        numbers = (finding.step, 0 if finding.rank is None else finding.rank)
+        known = all(type(t) is str for t in texts) and all(type(n) is int for n in numbers)
+        if known and finding.kind in KINDS and _key(finding) in ADVICE:
+            yield finding
 
 
 def _key(finding: Finding) -> str:

@@ -30,11 +30,14 @@ from ottava.kernels import tally
 from ottava.nn.base import QuantizedModule
 from ottava.nn.operand import Operand
 from ottava.nn.product import watching
+from ottava.notices import warn_once
 from ottava.train.config import Config
 from ottava.train.metrics import finite
 from ottava.train.model import DistributedModel
+from ottava.train.optimizer import Numbers
 from ottava.train.report import HEALTH_FILE
 from ottava.train.world import World
+from ottava.untrusted.files import open_to_append
 
 SAMPLE = 2**20
 """Values (bytes) that are counted of an operand, more or less."""
@@ -106,6 +109,7 @@ class Fp8Health:
         self._model = model.module
         self._path = config.run_folder / HEALTH_FILE
         self._figures: dict[str, Tensor] = {}
+        self._kept: tuple[int, list[str], Numbers] | None = None  # (step, names, figures) that are on their way
         self._forward: _Passing | None = None  # the module whose forward pass runs now
         self._backward: _Passing | None = None
 
@@ -126,7 +130,11 @@ class Fp8Health:
         finally:
             for hook in hooks:
                 hook.remove()
-        self._write(step + 1)
+        self.write()  # what is left of a look before
+        if self._figures:
+            figured = torch.stack(list(self._figures.values()))
+            self._kept = step + 1, list(self._figures), Numbers(figured)
+            self._figures.clear()
 
     def _hooks(self, name: str, module: QuantizedModule) -> list[Any]:
         def begin(*_: Any) -> None:
@@ -161,15 +169,19 @@ class Fp8Health:
         counted = tally.counts(operand.data.device)[slot] if slot else None
         self._figures[name] = figures(operand, counted)
 
-    def _write(self, step: int) -> None:
-        names = list(self._figures)
-        if not names:
+    def write(self) -> None:
+        """The line of the last look, if it is not written yet. Waits for the device, so call it when that has more to do."""
+        if self._kept is None:
             return
-        values = torch.stack([self._figures[name] for name in names]).tolist()
-        tensors = {name: dict(zip(FIGURES, map(finite, row))) for name, row in zip(names, values)}
-        self._figures.clear()
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "tensors": tensors}, allow_nan=False) + "\n")
+        (step, names, numbers), self._kept = self._kept, None
+        values, wide = numbers.read(), len(FIGURES)
+        rows = [values[i : i + wide] for i in range(0, len(values), wide)]
+        tensors = {name: dict(zip(FIGURES, map(finite, row))) for name, row in zip(names, rows)}
+        try:
+            with open_to_append(self._path) as file:
+                file.write(json.dumps({"step": step, "tensors": tensors}, allow_nan=False) + "\n")
+        except OSError as error:  # a full disk is no reason to stop
+            warn_once(f"{self._path} cannot be written: {error.strerror}. Looks at FP8 health are left out.")
 
 
 def _quantized(model: nn.Module) -> Iterator[tuple[str, QuantizedModule]]:

@@ -256,15 +256,14 @@ class Loop:
         self.guard.begin()
         total = self._accumulate(step, parts, weight)
         self.recorder.write()  # a step before; a GPU has its hands full now
-        wrong = self.guard.replay(step, lambda: self._accumulate(step, parts, weight, again=1))
+        self.fp8.write()
+        wrong = self.guard.replay(step, lambda backward: self._accumulate(step, parts, weight, 1, backward))
         with self.clock("optimizer"):
             norm, clipped = clip_gradients(model.module, self.optimizer, self.config.optimizer.clip)
-            reading = self.guard.reading()
-            found = Step(step + 1, Numbers(total, norm, reading), tokens=tokens, wrong=wrong)
+            found = Step(step + 1, Numbers(total, norm, self.guard.reading()), tokens=tokens, wrong=wrong)
             found.again = partial(self._accumulate, step, parts, weight, again=len(parts))
-            if self._steps_ahead:
-                fine = torch.isfinite(norm) & torch.isfinite(total) & (reading.sum() == 0) & (not wrong)
-                step_if(fine, self.optimizer, clipped)
+            if self._steps_ahead and not wrong:
+                step_if(self.guard.sound(found.numbers.together), self.optimizer, clipped)
         self.watchdog.beat(step, "agreement")
         self.batches.take_early()  # the thread that makes batches works while this one waits
         if self._steps_ahead:
@@ -277,9 +276,14 @@ class Loop:
         found.clipped, found.stop = clipped, stops > 0
         return found
 
-    def _accumulate(self, step: int, parts: list[Batch], weight: float, again: int = 0) -> torch.Tensor:
-        """Gradients of all microbatches; returns the summed loss. again: of the first ones, as they were computed before."""
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+    def _accumulate(
+        self, step: int, parts: list[Batch], weight: float, again: int = 0, backward: bool = True
+    ) -> torch.Tensor:
+        """Gradients of all microbatches; returns the summed loss, float64. again: of the first ones, as they were computed before.
+
+        backward: without, the loss alone; a graph has both.
+        """
+        total: torch.Tensor | None = None
         if again:
             self.optimizer.zero_grad()
             self.model.seed_step(step)
@@ -289,10 +293,15 @@ class Loop:
         for i, part in enumerate(parts[: last + 1]):
             first = None if len(parts) == 1 or self.config.train.compile else i == 0
             with (
-                gradient_sync(self.model.module, i == last, self.model.keep_gathered),
+                # A single microbatch is the last one: nothing was ever turned off.
+                nullcontext()
+                if len(parts) == 1
+                else gradient_sync(self.model.module, i == last, self.model.keep_gathered),
                 nullcontext() if again else self.guard.recording(step, i),
             ):
-                total += self._microbatch(step, part, weight, first)
+                loss = self._microbatch(step, part, weight, first, backward)
+                total = loss.to(torch.float64, copy=True) if total is None else total.add_(loss)
+        assert total is not None
         return total
 
     @property
@@ -301,8 +310,10 @@ class Loop:
         one is launched, so that a GPU never waits for it; ranks would have to agree first."""
         return self.world.size == 1 and can_step_if(self.optimizer)
 
-    def _microbatch(self, step: int, part: Batch, weight: float, first: bool | None) -> torch.Tensor:
-        """Adds `weight` times the gradients of the summed loss, which is returned."""
+    def _microbatch(
+        self, step: int, part: Batch, weight: float, first: bool | None, backward: bool = True
+    ) -> torch.Tensor:
+        """Adds `weight` times the gradients of the summed loss, which is returned. backward: without, the loss alone."""
         config, model = self.config.train, self.model
         self.watchdog.beat(step, "forward")
         if self.graphs is not None:
@@ -318,6 +329,8 @@ class Loop:
                 z_loss=config.z_loss,
                 max_logits=config.max_logits,
             )
+        if not backward:
+            return loss.detach()
         self.watchdog.beat(step, "backward")
         with self.clock("backward"):
             (loss * weight).backward()
@@ -344,6 +357,7 @@ class Loop:
         """The steps that a checkpoint contains have their lines first."""
         self.watchdog.beat(self.done, "checkpoint")
         self.recorder.write()
+        self.fp8.write()
         self.world.on_rank0(self.data.check_unchanged)
 
     def _save(self, last: bool = False) -> bool:
@@ -520,6 +534,7 @@ class Loop:
         failed = False
         self.watchdog.beat(self.done, "end")
         self.recorder.write()
+        self.fp8.write()
         if self.world.leads:
             lines = list(read_metrics(self.recorder.path)) if self.recorder.path.is_file() else []
             gates = judge(self.config.gate, lines) if code == exits.DONE else []

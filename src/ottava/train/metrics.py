@@ -10,12 +10,13 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from ottava.checkpoint.names import sync_directory
 from ottava.notices import warn_once
+from ottava.untrusted.files import MOST_LINE_BYTES, read_lines
 
 FILE = "metrics.jsonl"
 
@@ -80,7 +81,7 @@ class StepMetrics:
 
     def line(self) -> str:
         """As JSON, without a line end."""
-        return json.dumps({k: finite(v) for k, v in asdict(self).items() if v is not None}, allow_nan=False)
+        return json.dumps({k: finite(v) for k, v in vars(self).items() if v is not None}, allow_nan=False)
 
 
 def finite(value: Any) -> Any:
@@ -177,15 +178,14 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     """(bytes, what they say) of each line but an unfinished last one; None: damaged, which is said once."""
-    lines = path.read_bytes().splitlines(keepends=True)
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_lines(path), 1):
         try:
             found = json.loads(line)
-            if not isinstance(found, dict) or not isinstance(found.get("step"), int):
+            if not isinstance(found, dict) or type(found.get("step")) is not int:
                 raise ValueError("no step in it")
         except (ValueError, RecursionError) as error:
-            if number == len(lines) and not line.endswith(b"\n"):
-                return
+            if not line.endswith(b"\n") and len(line) < MOST_LINE_BYTES:
+                return  # the last one
             warn_once(f"{path}, line {number}: not a line of metrics, passed over ({error}).")
             found = None
         yield line, found

@@ -24,6 +24,9 @@ from ottava.quant.scheme import Scheme
 from ottava.train.config import Config
 from ottava.train.optimizer import decaying
 
+DelayedBuffers = list[tuple[DelayedState, dict[str, torch.Tensor] | None]]
+"""What `DistributedModel.delayed_buffers` gives."""
+
 
 def construct(config: Config, vocab_size: int, device: str | torch.device = "meta") -> CausalLM:
     """The model as one process has it. On the meta device nothing is allocated.
@@ -103,9 +106,13 @@ class DistributedModel:
                 yield
         finally:
             self.module.train(training)
-            for module in self.module.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()  # where forward leaves weights gathered, it is backward that would have freed them
+            self.reshard()
+
+    def reshard(self) -> None:
+        """After a forward pass without a backward one: where forward leaves weights gathered, backward would have freed them."""
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -123,14 +130,19 @@ class DistributedModel:
                 for history in (state.fwd_amax_history, state.bwd_amax_history):
                     history.nan_to_num_(0.0, 0.0, 0.0)
 
-    def delayed_buffers(self) -> list[dict[str, torch.Tensor]]:
-        """Copies of the scales and histories of all modules that have used theirs."""
-        return [{name: getattr(state, name).clone() for name in BUFFERS} for state in self._delayed() if state.used]
+    def delayed_buffers(self) -> DelayedBuffers:
+        """Copies of the scales and histories of all modules; None for one that has not used its own yet."""
+        return [
+            (state, {name: getattr(state, name).clone() for name in BUFFERS} if state.used else None)
+            for state in self._delayed()
+        ]
 
-    def set_delayed_buffers(self, kept: list[dict[str, torch.Tensor]]) -> None:
+    def set_delayed_buffers(self, kept: DelayedBuffers) -> None:
         """To what `delayed_buffers` gave."""
-        for state, buffers in zip((s for s in self._delayed() if s.used), kept):
-            for name, value in buffers.items():
+        for state, buffers in kept:
+            if buffers is None and state.used:
+                state.reset()  # what it used meanwhile began as new
+            for name, value in (buffers or {}).items():
                 getattr(state, name).copy_(value)
 
     def seed_step(self, step: int) -> None:

@@ -30,14 +30,14 @@ from ottava.kernels import tally
 from ottava.notices import warn_once
 from ottava.train.config import Config
 from ottava.train.events import Events
-from ottava.train.model import DistributedModel
+from ottava.train.model import DelayedBuffers, DistributedModel
 from ottava.train.optimizer import named
 from ottava.train.world import World
 
 MOST = 8
 """Findings of a rank that are told of one event."""
-Run = Callable[[], Tensor]
-"""Computes something again, from the state as it is; its loss."""
+Run = Callable[[bool], Tensor]
+"""Computes something again, from the state as it is; its loss. Argument: whether backward too."""
 
 
 class NumberGuard:
@@ -62,10 +62,18 @@ class NumberGuard:
             warn_once(
                 "ottava train: health.replay_every compares forward passes alone; with train.deterministic also backward ones."
             )
+        # Gradients that are not compared need not be made. But DDP and FSDP1 count on a backward after each forward, a graph has both, and
+        # what backward recomputes is compared too.
+        reduced = isinstance(model.module, DistributedDataParallel | FullyShardedDataParallel)
+        whole = self._backward or reduced or config.train.cuda_graph or config.parallel.recompute != "none"
+        self._forward_alone = not whole
         self._record: Record | None = None
-        self._before: list[dict[str, Tensor]] = []
+        self._before: DelayedBuffers = []
         self._sealed: Sealed | None = None
         self._disputed: tuple[int, dict[int, Evidence]] | None = None
+        self._counts: Tensor | None = (
+            None  # float64: 0 for numbers of a step that may be anything finite, 1 for those that must be 0
+        )
         tally.reset(self.device)
 
     # every step
@@ -83,6 +91,13 @@ class NumberGuard:
         counts = tally.counts(self.device, self.slots.count).double()
         tally.reset(self.device)
         return torch.cat([self.state.glance(self.device).reshape(1), counts])
+
+    def sound(self, numbers: Tensor) -> Tensor:
+        """bool []: whether the first two of `numbers` (loss, norm of gradients) are finite and the others, a `reading`, are 0. Nobody
+        waits."""
+        if self._counts is None:
+            self._counts = torch.cat([numbers.new_zeros(2), numbers.new_ones(numbers.numel() - 2)])
+        return (numbers * self._counts).sum() == 0  # 0 times what is not finite is NaN
 
     def forget(self) -> None:
         """The state is another: that of a checkpoint."""
@@ -160,7 +175,7 @@ class NumberGuard:
 
     def seal(self, done: int) -> None:
         """After a step of the optimizer: nothing but the next one may change the state, if that is looked at."""
-        self._sealed = Sealed.of(self.state.all()) if self.due(done) else None
+        self._sealed = Sealed(self.state.all()) if self.due(done) else None
 
     def replay(self, step: int, again: Run) -> list[Finding]:
         """Before a step of the optimizer that is due: what is wrong. again: computes the first microbatch again."""
@@ -172,7 +187,7 @@ class NumberGuard:
             odd = once.difference(twice)
             if any(self.world.gather_values(odd is not None)):
                 odd = _judged(odd, once, twice, self._again(again))
-        now = Sealed.of(self.state.all())
+        now = Sealed(self.state.all())
         changed = [] if self._sealed is None else self._sealed.changes(now)
         memory = self._gathered([f.at(step + 1, self.world.rank) for f in changed])
         replayed = self._gathered([] if odd is None else [odd.at(step + 1, self.world.rank)])
@@ -185,7 +200,9 @@ class NumberGuard:
         record = Record(self.model.module, self._backward)
         self.model.set_delayed_buffers(self._before)
         with record.watching():
-            again()
+            again(not self._forward_alone)
+        if self._forward_alone:
+            self.model.reshard()
         return record
 
     @contextmanager
@@ -243,7 +260,7 @@ class NumberGuard:
         bad = float(Limits(entries).out_of_bounds())
         if sum(self.world.gather_values(bad)):
             return self._gathered(self._of_state(done - 1))
-        return self._differing(done - 1, Sealed.of(entries), []) if self._every and self.world.size > 1 else []
+        return self._differing(done - 1, Sealed(entries), []) if self._every and self.world.size > 1 else []
 
 
 def _local(tensor: Any) -> Tensor:

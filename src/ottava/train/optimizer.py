@@ -126,8 +126,10 @@ class Numbers:
     """
 
     def __init__(self, *numbers: Tensor) -> None:
-        together = torch.cat([number.detach().double().reshape(-1) for number in numbers])
+        self.together = together = torch.cat([number.detach().double().reshape(-1) for number in numbers])
+        """float64 [n] on the device."""
         self._event: torch.cuda.Event | None = None
+        self._read: list[float] | None = None
         if together.is_cuda:
             self._numbers = torch.empty(together.shape, dtype=together.dtype, pin_memory=True)
             self._numbers.copy_(together, non_blocking=True)
@@ -138,6 +140,8 @@ class Numbers:
 
     def read(self) -> list[float]:
         """Waits until they are there."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._numbers.tolist()
+        if self._read is None:
+            if self._event is not None:
+                self._event.synchronize()
+            self._read = self._numbers.tolist()
+        return self._read

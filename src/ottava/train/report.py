@@ -18,7 +18,7 @@ from typing import Any
 from ottava.train import charts
 from ottava.train.charts import AREA_COLOURS, COLOURS, Mark, Series
 from ottava.train.clock import PARTS
-from ottava.train.metrics import FILE, read_metrics
+from ottava.train.metrics import FILE, read_metrics, write_whole
 from ottava.train.report_input import plain_config, plain_looks, plain_steps, plain_summary
 from ottava.train.restarts import Restart, effective_ratio, read_restarts
 from ottava.untrusted.files import read_json, read_toml
@@ -143,7 +143,7 @@ def write_report(folders: Sequence[str | Path], output: str | Path) -> Path:
         name = path.name if names.count(path.name) == 1 else f"{path.parent.name}/{path.name}"
         runs.append(load_run(path, COLOURS[i % len(COLOURS)], name))
     output = Path(output)
-    output.write_text(page(runs), encoding="utf-8")
+    write_whole(output, page(runs))  # which replaces a link, and does not follow it out of a stranger's folder
     return output
 
 

@@ -6,16 +6,32 @@ What is not what it has to be is left out; all text is escaped where it is shown
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
+from ottava.notices import warn_once
 from ottava.train.metrics import StepMetrics
 
 TEXTS = ("event", "mfu_basis")
 NUMBERS = tuple(field.name for field in fields(StepMetrics) if field.name not in TEXTS)
 MOST = 1e30
 """Beyond it a number is a mistake, and no axis."""
+
+
+def readable(read: Callable[[Path], dict[str, Any]], path: Path) -> dict[str, Any]:
+    """What `read` makes of a file beside the metrics; {} if there is none, or it is damaged, which is said.
+
+    >>> readable(read_json, Path("runs/debug/summary.json")).get("outcome")
+    """
+    if not path.is_file():
+        return {}
+    try:
+        return read(path)
+    except ValueError as error:
+        warn_once(f"{error} It is passed over.")
+        return {}
 
 
 def plain_steps(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

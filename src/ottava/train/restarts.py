@@ -20,7 +20,7 @@ from typing import Any
 from ottava.notices import warn_once
 from ottava.train.metrics import FILE as METRICS
 from ottava.train.metrics import read_metrics
-from ottava.untrusted.files import read_regular
+from ottava.untrusted.files import open_to_append, read_regular
 
 FILE = "restarts.jsonl"
 SUMMARY = "summary.json"
@@ -69,7 +69,7 @@ def note_restart(folder: Path, attempt: int, done: int, cause: str = "", in_plac
         attempt, cause or ("started again" if not planned else "continued"), in_place, planned, last, done, down, redone
     )
     try:
-        with (folder / FILE).open("a", encoding="utf-8") as file:
+        with open_to_append(folder / FILE) as file:
             file.write(json.dumps(asdict(found)) + "\n")
     except OSError as error:
         warn_once(f"{folder / FILE} cannot be written: {error.strerror}.")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 import uuid
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -22,7 +21,7 @@ def missing(what: str, package: str, error: ImportError) -> ValueError:
 
 def numbers(metrics: StepMetrics) -> dict[str, float]:
     """What of a step can be drawn."""
-    return {k: v for k, v in asdict(metrics).items() if k != "step" and isinstance(v, int | float)}
+    return {k: v for k, v in vars(metrics).items() if k != "step" and isinstance(v, int | float)}
 
 
 def one_line(metrics: StepMetrics, steps: int) -> str:
@@ -89,19 +88,21 @@ def _rich_progress(stream: TextIO) -> Any:
 
 
 class TensorBoard:
-    """Scalars in RUN/tensorboard."""
+    """Scalars in RUN/tensorboard: one event a step has them all, since each wakes the thread that writes."""
 
     def __init__(self, run: Path) -> None:
         try:
-            from torch.utils.tensorboard import SummaryWriter
+            from tensorboard.compat.proto.summary_pb2 import Summary
+            from torch.utils.tensorboard import FileWriter
         except ImportError as error:
             raise missing("metrics.tensorboard", "tensorboard", error) from error
-        self._writer = SummaryWriter(str(run / "tensorboard"))
+        self._summary = Summary
+        self._writer = FileWriter(str(run / "tensorboard"))
 
     def record(self, metrics: StepMetrics) -> None:
         """One step."""
-        for name, value in numbers(metrics).items():
-            self._writer.add_scalar(name, value, metrics.step)
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers(metrics).items()]
+        self._writer.add_summary(self._summary(value=values), metrics.step)
 
     def close(self) -> None:
         """Writes what is left."""

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ottava.notices import warn_once
-from ottava.untrusted.files import open_regular
+from ottava.untrusted.files import once_each, open_regular
 
 MAGIC = b"OTTAVATK"
 VERSION = 1
@@ -302,7 +302,7 @@ def _read_header(path: Path, file: BinaryIO) -> dict[str, Any]:
     if version != VERSION:
         raise TokenFileError(f"{path} is a token file of version {version}; this release reads version {VERSION}.")
     try:
-        header = json.loads(raw[_PREFIX.size : _PREFIX.size + length])
+        header = json.loads(raw[_PREFIX.size : _PREFIX.size + length], object_pairs_hook=once_each)
         wrong = [key for key, kind in _KEYS.items() if type(header[key]) is not kind]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise TokenFileError(f"{path} has a damaged header: tokenize it again.") from error

@@ -34,6 +34,8 @@ from ottava.train.signals import RankSignals
 FOLDER = "stalls"
 PREFIX = "ottava/watchdog"
 LONGEST_PAUSE_S = 5.0
+FIRST_S = 0.5
+"""The same until the rank that may serve the store was heard: if it stops right after the start, its process has to be known."""
 SAY_S, KEEP_S = 3.0, 5.0
 """What the timer allows for a line on the console and for files, which may both hang."""
 HARD_S = 20.0
@@ -150,7 +152,8 @@ class Watchdog:
                 self._answered = time.monotonic()
             except RuntimeError:
                 connection = None
-            self._over.wait(self._pause)
+            known = self._ranks[0] in self._heard
+            self._over.wait(self._pause if known else min(self._pause, FIRST_S))
 
     def _exchange(self, store: dist.Store, tick: int) -> None:
         moved, step, phase, beats = self._last
