@@ -336,7 +336,8 @@ class DotProductAttention(FollowsAutocast, torch.nn.Module):
             return f"core_attention_bias_type is {bias_type!r}"
         if self.softmax_type != "vanilla":
             return f"softmax_type is {self.softmax_type!r}"
-        return None if window in _WHOLE else f"there is a window of {tuple(window)}"
+        # Without its size: a compiler that has met other windows takes the numbers for symbols, which have no text.
+        return None if window in _WHOLE else "there is a window"
 
     def _special_packing(
         self, mask_type: str, cu_q: Tensor | None, cu_kv: Tensor | None, *padding: Tensor | bool | None
