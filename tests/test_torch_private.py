@@ -545,6 +545,38 @@ def test_weak_storage_knows_its_memory_and_takes_no_other_for_it() -> None:
     assert not any(torch_private.is_storage_of(reference, torch.randn(4, 6)) for _ in range(100))
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+def test_release_saved_frees_unless_the_graph_is_kept(keeps: bool) -> None:
+    seen: list[Any] = []
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            inner = x.detach() + 1
+            ctx.save_for_backward(inner)
+            seen[:] = [torch_private.weak_storage(inner)]
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> Tensor:
+            kept = list(ctx.saved_tensors)
+            torch_private.release_saved(ctx)
+            assert not seen[0].expired()
+            kept.clear()
+            assert seen[0].expired() is not keeps
+            return 2 * dy
+
+    x = torch.ones(3, requires_grad=True)
+    y = Doubled.apply(x).sum()
+    y.backward(retain_graph=keeps)
+    if keeps:
+        y.backward(retain_graph=True)
+    else:
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            y.backward()
+    assert bool((x.grad == (4 if keeps else 2)).all())
+
+
 def test_every_function_is_tested_here() -> None:
     functions = {
         name
@@ -600,6 +632,7 @@ def test_every_function_is_tested_here() -> None:
         "is_storage_of",
         "cudnn_attention_backward",
         "constant_when_traced",
+        "release_saved",
         "wait_for_work",
     }
     functions |= {"current_device", "current_stream"}  # builtins where torch was built with CUDA

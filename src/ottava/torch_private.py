@@ -95,6 +95,12 @@ def bare_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
+def release_saved(ctx: Any) -> None:
+    """Inside of `Function.backward`: what `save_for_backward` has kept lives only as long as what `ctx.saved_tensors` gave, from now on. If
+    the graph is kept for another backward, nothing happens."""
+    ctx.maybe_clear_saved_tensors()
+
+
 # Whether a transform of `torch.func` (vmap, grad, ...) is active.
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import ottava  # noqa: F401
+from ottava.kernels import tally
 from ottava.kernels.activation import ACTIVATIONS, get
 from quant_cases import SCHEMES, all_same, relative, same
 
@@ -101,6 +102,44 @@ def test_fused_quantization_gives_the_bytes_of_two_steps(name: str, scheme: str,
     assert same(column_sum, gradient.float().sum(0).bfloat16())
 
 
+@pytest.mark.parametrize("scheme", [s for s in SCHEMES if "stochastic" not in s])
+@pytest.mark.parametrize("name", ["gelu", "swiglu"])
+def test_backward_with_output_makes_the_copy_that_forward_would_have_kept(name: str, scheme: str) -> None:
+    h, dy = torch.randn(32, width(name)).bfloat16(), torch.randn(32, 32).bfloat16()
+    forward = ops.activation_quantize(h, name, scheme, None, None, True, True)
+    amax = forward[4] if ":tensor" in scheme else None
+    gradient = (dy, h, name, scheme, None, None, True, True, True)
+    slot = tally.slot
+    *found, data, scale_inv, empty = ops.activation_backward_with_output(*gradient, scheme, None, amax)
+    assert all_same(found, ops.activation_backward_quantize(*gradient)) and tally.slot == slot
+    assert all_same([data, scale_inv, empty], [forward[2], forward[3], forward[5]])
+    if ":tensor" in scheme:
+        scale = torch.tensor([1.7])
+        made = ops.activation_backward_with_output(*gradient, scheme, scale, None)
+        given = ops.activation_quantize(h, name, scheme, scale, None, False, True)
+        assert all_same(made[7:9], given[2:4])
+
+
+def test_what_backward_makes_again_is_not_counted_again() -> None:
+    h = torch.full(
+        (16, 64), float("inf")
+    ).bfloat16()  # not finite forward; in the gradient's tally there are its own numbers
+    dy, device = torch.zeros(16, 32).bfloat16(), torch.device("cpu")
+    tally.reset(device)
+    tally.slot = tally.FIRST
+    try:
+        ops.activation_backward_quantize(dy, h, "swiglu", "e4m3:tensor", None, None, True, True, False)
+        alone = int(tally.counts(device)[tally.FIRST])
+        args = ("e4m3:tensor", None, torch.ones(1))
+        ops.activation_backward_with_output(
+            dy, h, "swiglu", "e4m3:tensor", None, None, True, True, False, *args
+        )  # fmt: skip
+        assert int(tally.counts(device)[tally.FIRST]) == 2 * alone
+    finally:
+        tally.slot = tally.ELSEWHERE
+        tally.reset(device)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("rows", [0, 1, 16])
 def test_fakes_have_the_real_shapes(name: str, rows: int) -> None:
@@ -110,6 +149,9 @@ def test_fakes_have_the_real_shapes(name: str, rows: int) -> None:
             out += ops.activation_quantize(h, name, scheme, None, None, True, True)
             out += ops.activation_backward_quantize(dy, h, name, scheme, None, None, True, True, True)
             out += ops.activation_backward_quantize(dy, h, name, scheme, None, None, True, False, False)
+            out += ops.activation_backward_with_output(
+                dy, h, name, scheme, None, None, True, True, True, scheme, None, torch.ones(1)
+            )
         return out
 
     h, dy = torch.randn(rows, width(name)).bfloat16(), torch.randn(rows, 32).bfloat16()
@@ -130,6 +172,7 @@ def test_opcheck(name: str) -> None:
         torch.library.opcheck(ops.activation_quantize.default, (h, name, scheme, None, None, True, True))
         args = (dy, h, name, scheme, None, None, True, True, True)
         torch.library.opcheck(ops.activation_backward_quantize.default, args)
+        torch.library.opcheck(ops.activation_backward_with_output.default, (*args, scheme, None, None))
 
 
 def test_unknown_activation_names_the_nearest() -> None:

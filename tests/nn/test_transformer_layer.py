@@ -188,7 +188,7 @@ def bytes_kept(layer: TransformerLayer, x: Tensor, rotary: Tensor, scheme: recip
 
 
 def test_memory_kept_for_backward() -> None:
-    """A layer of Llama-3-8B's proportions: in units of tokens x hidden, bf16 keeps 34, FP8 29.5, FP8 with recompute 23."""
+    """A layer of Llama-3-8B's proportions: in units of tokens x hidden, bf16 keeps 34, FP8 25, FP8 with recompute 23."""
     hidden, tokens = 256, 512
     x = torch.randn(tokens, 1, hidden, dtype=torch.bfloat16, requires_grad=True)
     options = {"num_gqa_groups": 2, "normalization": "RMSNorm", "activation": "swiglu", "bias": False}
@@ -208,7 +208,7 @@ def test_memory_kept_for_backward() -> None:
         # Beyond the round numbers: statistics of the norms, and block scaling's scale for every 128 values.
         extra = 0.3 if isinstance(scheme, recipe.Float8BlockScaling) else 0.1
         quantized, recomputed = kept(scheme, "none"), kept(scheme, "selective")
-        assert abs(quantized - 29.5) < extra and quantized < 0.88 * plain, (type(scheme).__name__, quantized)
+        assert abs(quantized - 25.0) < extra and quantized < 0.75 * plain, (type(scheme).__name__, quantized)
         assert abs(recomputed - 23.0) < extra and recomputed < 0.70 * plain, (type(scheme).__name__, recomputed)
 
 

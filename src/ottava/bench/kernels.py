@@ -130,10 +130,16 @@ def _quantizing(sizes: Sizes) -> Iterator[Case]:
         def gradient(rows: int, device: str, gated: Any = gated) -> tuple[Any, ...]:
             return _random(rows, ffn, device=device), *gated(rows, device), False
 
+        def both(rows: int, device: str, gradient: Any = gradient) -> tuple[Any, ...]:
+            given = gradient(rows, device)
+            return *given, given[3], given[4], None
+
         yield Case(f"cast {kind}", x, cast.quantize)
         yield Case(f"norm + cast {kind}", normed, norm.quantize)
         yield Case(f"swiglu + cast {kind}", gated, activation.quantize)
         yield Case(f"dswiglu + cast {kind}", gradient, activation.backward_quantize)
+        if kind != "128x128":  # two kernels there
+            yield Case(f"dswiglu + swiglu + cast {kind}", both, activation.backward_with_output)
 
 
 def _others(sizes: Sizes) -> Iterator[Case]:

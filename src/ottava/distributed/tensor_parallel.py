@@ -152,7 +152,6 @@ class Column(_TensorParallel):
             rows = sum(_rows(grads))
             return opaque.dgrad(self, grads, multiply, rows // self.size if self.spreads_tokens else rows)
         if self.engine is not None and multiply.cuttable:
-            multiply = multiply.ready()
             begun = self.engine.multiply_scatter(grads, multiply, multiply.features, multiply.dtype, dgrad=True)
             if begun is not None:
                 return lambda: begun(None), grads
@@ -211,7 +210,6 @@ class Row(_TensorParallel):
             under()
             return opaque.dgrad(self, grads, multiply, self.size * sum(_rows(grads)))
         if self.engine is not None:
-            multiply = multiply.ready()
             done = self.engine.gather_multiply(grads, multiply, multiply.features, under)
             if done is not None:
                 dx, whole = done

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ottava.kernels import tally
 from ottava.kernels.cast import BufferTensors, fake_buffers, reference_buffers
 from ottava.kernels.elementary import sigmoid, tanh
 from ottava.kernels.fixed_order import sum_rows
@@ -272,5 +273,94 @@ backward_quantize = define(
     _backward_quantize,
     _backward_quantize_fake,
     _backward_quantize_cuda,
+    cuda_launches=True,
+)
+
+
+# `BuffersAndSum`, and (data, scale_inv, amax) of a columnwise copy.
+BuffersSumAndOutput = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _backward_with_output(
+    dy: Tensor,
+    h: Tensor,
+    name: str,
+    scheme: str,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    rowwise: bool,
+    columnwise: bool,
+    column_sum: bool,
+    output_scheme: str,
+    output_scale: Tensor | None,
+    output_amax: Tensor | None,
+) -> BuffersSumAndOutput:
+    """`activation_backward_quantize`; and the columnwise copy of the activation's output, as forward made or would have made it."""
+    counted = tally.slot
+    gradients = _backward_quantize(dy, h, name, scheme, scale, amax, rowwise, columnwise, column_sum)
+    tally.slot = tally.ELSEWHERE  # forward has counted these
+    output = _quantize(h, name, output_scheme, output_scale, output_amax, False, True)
+    tally.slot = counted
+    return *gradients, output[2], output[3], output[5]
+
+
+def _backward_with_output_fake(
+    dy: Tensor,
+    h: Tensor,
+    name: str,
+    scheme: str,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    rowwise: bool,
+    columnwise: bool,
+    column_sum: bool,
+    output_scheme: str,
+    output_scale: Tensor | None,
+    output_amax: Tensor | None,
+) -> BuffersSumAndOutput:
+    gradients = _backward_quantize_fake(dy, h, name, scheme, scale, amax, rowwise, columnwise, column_sum)
+    output = _quantize_fake(h, name, output_scheme, output_scale, output_amax, False, True)
+    return *gradients, output[2], output[3], output[5]
+
+
+def _backward_with_output_cuda(
+    dy: Tensor,
+    h: Tensor,
+    name: str,
+    scheme: str,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    rowwise: bool,
+    columnwise: bool,
+    column_sum: bool,
+    output_scheme: str,
+    output_scale: Tensor | None,
+    output_amax: Tensor | None,
+) -> BuffersSumAndOutput:
+    import ottava.kernels.tile as tile
+
+    parsed, activation = Scheme.parse(scheme), get(name)
+    output = Scheme.parse(output_scheme)
+    known = output_scale is not None or output_amax is not None or not output.per_tensor
+    if known and tile.ActivationBackwardWithOutput.fits(h, parsed, output):
+        if parsed.per_tensor and scale is None and amax is None:
+            amax = tile.amax(tile.ActivationBackward(dy, h, activation))
+        sums = h.new_empty(h.shape[1], dtype=torch.float32) if column_sum else None
+        producer = tile.ActivationBackwardWithOutput(dy, h, activation, output_scheme, output_scale, output_amax)
+        made = tile.quantize(producer, scheme, scale, amax, rowwise, columnwise, sums)
+        if made is not None:
+            return *made, h.new_empty(0) if sums is None else sums.to(h.dtype), *producer.made()
+    gradients = _backward_quantize_cuda(dy, h, name, scheme, scale, amax, rowwise, columnwise, column_sum)
+    counted, tally.slot = tally.slot, tally.ELSEWHERE
+    again = _quantize_cuda(h, name, output_scheme, output_scale, output_amax, False, True)
+    tally.slot = counted
+    return *gradients, again[2], again[3], again[5]
+
+
+backward_with_output = define(
+    "activation_backward_with_output",
+    _backward_with_output,
+    _backward_with_output_fake,
+    _backward_with_output_cuda,
     cuda_launches=True,
 )

@@ -36,6 +36,8 @@ class Producer:
     """What fills a tile, from `x` [M, K] and other tensors."""
 
     name = "identity"
+    variant: str | None = None
+    """Where a tile of its own is best, what it is called in `_TILES`."""
     rounds = True
     """Whether the output is rounded to the activation dtype unless the scheme takes float32."""
     facts: tuple = ()
@@ -141,12 +143,70 @@ class ActivationBackward(Activation):
         return ("dy_ptr",)
 
 
+class ActivationBackwardWithOutput(ActivationBackward):
+    """The same, and on the way the columnwise copy of what the activation gave in forward, into `output` and `output_scale`: it has all
+    that is needed in registers, and so forward does not have to keep that copy.
+
+    output_scheme: of the same kind and block as the gradient's (`fits`). given: the scale or the amax that forward quantized with; None
+    for schemes whose scales follow from their blocks.
+    """
+
+    variant = "activation_backward_with_output"
+
+    def __init__(
+        self, dy: Tensor, x: Tensor, activation: activations.Activation, output_scheme: str, scale: Tensor | None, amax: Tensor | None
+    ) -> None:  # fmt: skip
+        super().__init__(dy, x, activation)
+        kind = "given" if scale is not None else "blocks" if amax is None else "amax"
+        self.facts = (*self.facts, output_scheme, kind)
+        scheme, (m, k) = Scheme.parse(output_scheme), (x.shape[0], self.columns())
+        shape = scheme.scale_shape(k, m)
+        self.transposes_scales = kind_of(scheme) == "block1d"
+        self.output = x.new_empty(k, m, dtype=torch.uint8)
+        scale_dtype = torch.uint8 if scheme.kind == "mx" else torch.float32
+        self.output_scale = x.new_empty(shape[::-1] if self.transposes_scales else shape, dtype=scale_dtype)
+        given = scale if scale is not None else amax
+        self.tensors = (*self.tensors, *(() if given is None else (given,)), self.output, self.output_scale)
+
+    @staticmethod
+    def fits(x: Tensor, grad: Scheme, output: Scheme) -> bool:
+        """Whether one kernel can make both."""
+        kind = kind_of(grad)
+        return kind == kind_of(output) and kind in ("tensor", "block1d", "mx") and x.shape[0] % 2 == 0 and x.numel() > 0
+
+    def arguments(self) -> dict[str, Any]:
+        """See `Producer.arguments`."""
+        *_, output_scheme, kind = self.facts
+        scheme = Scheme.parse(output_scheme)
+        return {
+            **super().arguments(), "OUTPUT": kind, "OUTPUT_E5M2": scheme.format == "e5m2", "OUTPUT_MAX": scheme.element.max,
+            "OUTPUT_EPSILON": scheme.epsilon, "OUTPUT_POWER_OF_TWO": scheme.power_of_two, "OUTPUT_ROUND": not scheme.from_float32,
+        }  # fmt: skip
+
+    def pointers(self) -> tuple[str, ...]:
+        """See `Producer.pointers`."""
+        given = () if self.facts[-1] == "blocks" else ("output_in_ptr",)
+        return (*super().pointers(), *given, "output_ptr", "output_scale_ptr")
+
+    def made(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(data, scale_inv, amax) of the columnwise copy, once the kernel has run. The amax is empty, as in `Buffers`."""
+        scale = self.output_scale.t() if self.transposes_scales else self.output_scale
+        return self.output, scale, scale.new_empty(0, dtype=torch.float32)
+
+
+def kind_of(scheme: Scheme) -> str:
+    """The kernel's name for it."""
+    return scheme.kind if scheme.kind != "block" else ("block1d" if scheme.block == (1, 128) else "block2d")
+
+
 # ------------------------------------------------------------------------------------------------------------------ launch
 
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(("dy_ptr", "gamma_ptr", "beta_ptr", "mean_ptr", "rstd_ptr", "scale_ptr", "amax_in_ptr", "bad_ptr")),
     **dict.fromkeys(("row_ptr", "row_scale_ptr", "col_ptr", "col_scale_ptr", "amax_ptr", "sum_ptr", "values_ptr")),
+    **dict.fromkeys(("output_in_ptr", "output_ptr", "output_scale_ptr")),
+    "OUTPUT": "none", "OUTPUT_E5M2": False, "OUTPUT_MAX": 448.0, "OUTPUT_EPSILON": 0.0, "OUTPUT_POWER_OF_TWO": False, "OUTPUT_ROUND": False,
     "dy_stride": 0, "col_stride": 0, "ACT": "none", "GATED": False, "BETA": False, "CENTER": False, "ZERO_CENTERED": False, "SCALE": "none",
     "E5M2": False, "FP8_MAX": 448.0, "EPSILON": 0.0, "POWER_OF_TWO": False, "INF_VALUE": 0.0, "ROWWISE": False, "COLUMNWISE": False,
     "AMAX": "none", "SUM": False, "ROUND": False,
@@ -182,7 +242,11 @@ _TILES: dict[Any, tuple[tuple[int, int], int]] = {
     "tensor": ((64, 128), 8),
     ("tensor", "activation"): ((32, 128), 4),
     ("tensor", "activation_backward"): ((32, 128), 8),
+    # Not timed yet: the smallest number of warps with which registers suffice and leave room for 16 warps on a processor.
+    ("tensor", "activation_backward_with_output"): ((32, 128), 8),
+    ("mx", "activation_backward_with_output"): ((64, 128), 8),
     "block1d": ((128, 128), 8),
+    ("block1d", "activation_backward_with_output"): ((128, 128), 16),
     "block2d": ((128, 128), 16),
     ("block2d", "identity"): ((128, 128), 8),
     ("block2d", "activation"): ((128, 128), 8),
@@ -363,8 +427,8 @@ def _quantize_plan(
         return None
     x = producer.x
     m, width = x.shape[0], producer.width()
-    kind = scheme.kind if scheme.kind != "block" else ("block1d" if scheme.block == (1, 128) else "block2d")
-    (bm, bk), warps = _TILES.get((kind, producer.name), _TILES[kind])
+    kind = kind_of(scheme)
+    (bm, bk), warps = _TILES.get((kind, producer.variant or producer.name), _TILES[kind])
     source = "none"
     if scheme.per_tensor:
         source = "kernel" if scale is not None else "producer" if amax_in is None else "given"

@@ -196,7 +196,7 @@ def _consume(
         even, odd = even.to(DTYPE).to(tl.float32), odd.to(DTYPE).to(tl.float32)
     if AMAX == "rounded":
         _raise(amax_ptr, tl.max(tl.maximum(tl.abs(even), tl.abs(odd))))
-    if (KIND != "values") & (KIND != "none"):
+    if bad_ptr is not None:
         _count(bad_ptr, even, odd)
     if SUM:
         tl.store(
@@ -252,13 +252,15 @@ def _produce(
     PRODUCER: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BETA: tl.constexpr, CENTER: tl.constexpr,
     ZERO_CENTERED: tl.constexpr, EVEN: tl.constexpr, H: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """float32 [H, BK]: (the half whose rows are row0, row0 + 2, ..., its twin in the other part of a gated backward's output)."""
+    """float32 [H, BK]: (the half whose rows are row0, row0 + 2, ..., its twin in the other part of a gated backward's output, and the
+    activation's own output in a backward)."""
     r, c = 2 * tl.arange(0, H), tl.arange(0, BK)
     mask = (row0 + r < M)[:, None] & (col0 + c < K)[None, :]
     x_at = x_ptr + row0.to(tl.int64) * x_stride + col0 + r[:, None] * x_stride + c[None, :]
     x = _load(x_at, mask, EVEN)
     v = x
     twin = x
+    output = x
     if PRODUCER == "norm":
         if CENTER:
             x = x - tl.load(mean_ptr + row0 + r, mask=row0 + r < M, other=0.0)[:, None]
@@ -277,14 +279,17 @@ def _produce(
         if GATED:
             up = _load(x_at + K, mask, EVEN)
             v = (dy * up) * derivative(x, ACT)
-            twin = dy * activate(x, ACT)
+            activated = activate(x, ACT)
+            twin = dy * activated
+            output = activated * up
         else:
             v = dy * derivative(x, ACT)
+            output = activate(x, ACT)
     else:
         tl.static_assert(PRODUCER == "identity")
     if (not EVEN) and ((PRODUCER == "norm") or (PRODUCER == "activation_backward")):
         v = tl.where(mask, v, 0.0)  # beta and the overlap of the two parts reach past the edge
-    return v, twin
+    return v, twin, output
 
 
 @triton.jit
@@ -292,23 +297,38 @@ def tile_kernel(
     x_ptr, dy_ptr, gamma_ptr, beta_ptr, mean_ptr, rstd_ptr, x_stride, dy_stride,
     scale_ptr, amax_in_ptr, bad_ptr,
     row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, sum_ptr, values_ptr,
+    output_in_ptr, output_ptr, output_scale_ptr,
     M, K, col_stride,
     PRODUCER: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BETA: tl.constexpr, CENTER: tl.constexpr,
     ZERO_CENTERED: tl.constexpr, SCALE: tl.constexpr,
     KIND: tl.constexpr, E5M2: tl.constexpr, FP8_MAX: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     INF_VALUE: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, AMAX: tl.constexpr, SUM: tl.constexpr,
     ROUND: tl.constexpr, DTYPE: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    OUTPUT: tl.constexpr, OUTPUT_E5M2: tl.constexpr, OUTPUT_MAX: tl.constexpr, OUTPUT_EPSILON: tl.constexpr,
+    OUTPUT_POWER_OF_TWO: tl.constexpr, OUTPUT_ROUND: tl.constexpr,
 ):  # fmt: skip
-    """M x K: what the grid covers; for a gated backward the output is M x 2K and each program makes two tiles of it."""
+    """M x K: what the grid covers; for a gated backward the output is M x 2K and each program makes two tiles of it.
+
+    OUTPUT: the columnwise copy of what the activation gave in forward is made too, by the scale ("given") or amax in output_in_ptr, or by
+    those of its blocks ("blocks"); "none": it is not.
+    """
     col0, row0 = tl.program_id(0) * BK, tl.program_id(1) * BM
-    even, even_twin = _produce(
+    even, even_twin, even_output = _produce(
         x_ptr, dy_ptr, gamma_ptr, beta_ptr, mean_ptr, rstd_ptr, x_stride, dy_stride, row0, col0, M, K,
         PRODUCER, ACT, GATED, BETA, CENTER, ZERO_CENTERED, EVEN, BM // 2, BK,
     )  # fmt: skip
-    odd, odd_twin = _produce(
+    odd, odd_twin, odd_output = _produce(
         x_ptr, dy_ptr, gamma_ptr, beta_ptr, mean_ptr, rstd_ptr, x_stride, dy_stride, row0 + 1, col0, M, K,
         PRODUCER, ACT, GATED, BETA, CENTER, ZERO_CENTERED, EVEN, BM // 2, BK,
     )  # fmt: skip
+
+    if OUTPUT != "none":
+        # Three tiles wait for one another: what will be rounded anyway takes half the registers if it is now.
+        if OUTPUT_ROUND:
+            even_output, odd_output = even_output.to(DTYPE), odd_output.to(DTYPE)
+        if ROUND:
+            even, odd = even.to(DTYPE), odd.to(DTYPE)
+            even_twin, odd_twin = even_twin.to(DTYPE), odd_twin.to(DTYPE)
 
     if SCALE == "given":
         scale = tl.load(scale_ptr)
@@ -338,3 +358,17 @@ def tile_kernel(
         row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, sum_ptr, values_ptr,
         KIND, E5M2, FP8_MAX, EPSILON, POWER_OF_TWO, INF_VALUE, ROWWISE, COLUMNWISE, AMAX, SUM, ROUND, DTYPE, EVEN, BM, BK,
     )  # fmt: skip
+    if OUTPUT != "none":
+        scale = 1.0
+        if OUTPUT != "blocks":
+            scale = tl.load(output_in_ptr)
+            if OUTPUT == "amax":
+                scale = _scale_of(scale, OUTPUT_MAX, OUTPUT_EPSILON, OUTPUT_POWER_OF_TWO, INF_VALUE)
+            if (col0 == 0) & (row0 == 0):
+                tl.store(output_scale_ptr, _reciprocal(scale, OUTPUT_POWER_OF_TWO and OUTPUT == "amax"))
+        _consume(
+            even_output, odd_output, row0, col0, K, M, K, col_stride, scale, None,
+            None, None, output_ptr, output_scale_ptr, None, None, None,
+            KIND, OUTPUT_E5M2, OUTPUT_MAX, OUTPUT_EPSILON, OUTPUT_POWER_OF_TWO, INF_VALUE, False, True, "none", False,
+            OUTPUT_ROUND, DTYPE, EVEN, BM, BK,
+        )  # fmt: skip

@@ -14,7 +14,7 @@ from ottava.kernels import tally
 from ottava.kernels.cast import Buffers, operand_amax
 from ottava.kernels.registry import plain_functions
 from ottava.nn import weights
-from ottava.nn.columnwise import columnwise_later
+from ottava.nn.columnwise import WeightSource, source_of_weight
 from ottava.nn.construction import ORDER
 from ottava.nn.direct import direct
 from ottava.nn.draw import check_local
@@ -322,8 +322,8 @@ class QuantizedModule(FollowsAutocast, weights.WeightModule, ParallelModule):
 
     def _weight_operands(
         self, chain: Chain, index: int, weight: Tensor, scale: Tensor | None, is_first_microbatch: bool | None
-    ) -> tuple[Tensor | None, ...]:
-        """(data, scale_inv, amax) rowwise, then columnwise (Nones if no backward will need it)."""
+    ) -> tuple[Any, ...]:
+        """(data, scale_inv, amax) rowwise, then columnwise (Nones if no backward will need it), and what backward makes the latter from."""
         stage = chain.stages[index]
         assert stage.weight is not None
         if self.handed is not None and torch.compiler.is_compiling():
@@ -350,14 +350,19 @@ class QuantizedModule(FollowsAutocast, weights.WeightModule, ParallelModule):
             check_float(weight, self.describe("weight"))
         scheme = str(stage.weight) if stage.texts is None else stage.texts.weight
         amax = shared_weight_amax(stage, weight) if stage.strategy.shares_weight_amax and not stage.delayed else None
-        later = (
-            wanted and is_first_microbatch is None and bool(self.gathered_by_fsdp) and self.freed_after_forward(weight)
-        )
-        columnwise = wanted and not later and stage.two_copies
+        plain = weight.detach()
+        source: WeightSource | None = None
+        if wanted and is_first_microbatch is None and stage.texts is not None:
+            if type(weight) is nn.Parameter and not weight.is_inference():
+                source = (plain, (weight,), (weight._version,))  # what `source_of_weight` finds
+            else:
+                owners = [self._parameters.get(name) for name in self.gemm_weights[index]]
+                source = source_of_weight(weight, plain, owners)
+        columnwise = wanted and source is None and stage.two_copies
         ops = torch.ops.ottava if stage.texts is None else plain_functions(weight)
         if chain.tally:
             count_into(chain, index, 1)
-        made = ops.quantize(weight.detach(), scheme, weight_scale, amax, True, columnwise)
+        made = ops.quantize(plain, scheme, weight_scale, amax, True, columnwise)
         row, row_scale, column, column_scale, row_amax, column_amax = made
         if stage.delayed and chain.record:
             history = self._modules["delayed"]._buffers["fwd_amax_history"]  # type: ignore[union-attr]  # past `__getattr__`
@@ -366,8 +371,10 @@ class QuantizedModule(FollowsAutocast, weights.WeightModule, ParallelModule):
             self._weight_cache[index] = QuantizedTensor.from_buffers(
                 Buffers(*made), stage.weight, weight.shape, weight.dtype, True, columnwise
             )
-        if later:
-            return row, row_scale, row_amax, *columnwise_later(weight, scheme, weight_scale, amax)
+        if source is not None:
+            if amax is None and stage.weight.block is None and not stage.delayed:  # `per_tensor`, which is a call
+                amax = row_amax
+            return row, row_scale, row_amax, None, None, amax, source
         columns = (column, column_scale, column_amax) if columnwise else (None, None, None)
         return row, row_scale, row_amax, *columns
 

@@ -22,17 +22,19 @@ must not cross a rank's border; where the tokens of a rank do not fill whole blo
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ottava import torch_private
+from ottava.kernels import tally
 from ottava.kernels.activation import get as get_activation
 from ottava.kernels.cast import Buffers, operand_amax
 from ottava.nn import direct
 from ottava.nn import product as products
-from ottava.nn.columnwise import LaterTensor
+from ottava.nn.columnwise import quantize_again
 from ottava.nn.operand import Operand, columnwise, rowwise, transposed
 from ottava.nn.product import Product, product
 from ottava.nn.stage import (
@@ -140,6 +142,8 @@ def _make_quantized(
         q = _quantize(norm_out, stage.input, scale, amax, True, column)
     else:
         q = _produce_quantized(stage, source, scale, amax, True, column)
+    if amax is None and stage.input.per_tensor and not stage.delayed:
+        amax = q.rowwise_amax  # found on the way: what is made again need not look for it
     operand: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, amax)
     if column:
         operand = (q.columnwise_data, q.columnwise_scale_inv, q.columnwise_amax)
@@ -148,7 +152,7 @@ def _make_quantized(
     elif stage.backward == "high_precision" and not remake:
         operand = (norm_out if norm_out is not None else _produce(stage, source), None, None)
     weight: tuple[Tensor | None, Tensor | None, Tensor | None]
-    if stage.backward == "quantized" and t.col is not None:
+    if stage.backward == "quantized" and (t.col is not None or t.source is not None):
         weight = (t.col, t.col_scale, t.col_amax)
     elif stage.backward != "high_precision":  # backward transposes, or dequantizes
         weight = (t.row, t.row_scale, t.row_amax)
@@ -280,7 +284,7 @@ def _dgrad_operand(stage: Stage, s: Saved, dtype: torch.dtype) -> Operand:
     if _quantizes_gradient(stage):
         held = Operand(s.weight_data, s.weight_scale_inv, s.weight_amax, stage.weight)
         assert stage.weight is not None
-        return held if stage.two_copies or isinstance(s.weight_data, LaterTensor) else transposed(held)
+        return held if stage.two_copies else transposed(held)
     if stage.backward == "dequantized" and stage.weight is not None:
         weight = ops.dequantize(s.weight_data, s.weight_scale_inv, s.weight_amax, str(stage.weight), dtype)
     elif isinstance(s.weight_data, QuantizedTensor):
@@ -288,6 +292,22 @@ def _dgrad_operand(stage: Stage, s: Saved, dtype: torch.dtype) -> Operand:
     else:
         weight = s.weight_data.to(dtype)
     return Operand(weight.t())
+
+
+def _dgrad_operands(
+    stage: Stage, saved: list[Saved], sources: tuple[Any, ...], start: int, fwd_scale: Tensor | None, dtype: torch.dtype
+) -> list[Operand]:
+    """Of all groups, of which the first is stage number `start`. Copies that were not kept are made."""
+    found = []
+    for number, s in enumerate(saved, start):
+        if sources[number] is None:
+            found.append(_dgrad_operand(stage, s, dtype))
+            continue
+        tally.slot = tally.ELSEWHERE  # forward has counted it
+        scale = column_of(fwd_scale, weight_column(number)) if stage.delayed else None
+        made = quantize_again(sources[number], ops, str(stage.weight), scale, s.weight_amax)
+        found.append(Operand(*made, stage.weight, "columnwise"))
+    return found
 
 
 def _quantizes_gradient(stage: Stage) -> bool:
@@ -369,7 +389,7 @@ def _wgrad(stage: Stage, columns: list[Operand], operands: list[Operand], dtype:
 
 def _dgrad(
     stage: Stage,
-    saved: list[Saved],
+    weights: list[Operand],
     grads: list[Gradient],
     rows: list[Operand],
     extra: Tensor | None,
@@ -380,7 +400,6 @@ def _dgrad(
 
     rows: the copies of this rank's tokens. extra: another gradient of the operands of all tokens. under: what may travel meanwhile.
     """
-    weights = [_dgrad_operand(stage, s, dtype) for s in saved]
     multiply = Product(weights, dtype, stage.split_dgrad, stage.output_parts, extra)
     strategy = ALONE if grads[0].gathered else stage.strategy
     return strategy.dgrad(rows, multiply) if under is None else strategy.dgrad(rows, multiply, under.begin)
@@ -443,12 +462,13 @@ class _ChainFunction(torch.autograd.Function):
             if stage.return_norm:
                 norm_out = _joined([one.norm_out for one in made])
         delayed = any(stage.delayed for stage in chain.stages)
-        recompute = delayed and any(stage.recompute for stage in chain.stages)
+        sources = tuple(t.source for t in tensors)
+        recompute = delayed and (any(stage.recompute for stage in chain.stages) or any(sources))
         ctx.save_for_backward(*pack(saved), state.fwd_scale.clone() if recompute else None)  # type: ignore[union-attr]
         # Live buffers, not saved ones: another backward may update them before this one runs.
         ctx.bwd_scale, ctx.bwd_history = (state.bwd_scale, state.bwd_history) if delayed else (None, None)
         ctx.chain, ctx.accumulators, ctx.splits, ctx.adds = chain, accumulators, splits, residual is not None
-        ctx.weight_dtypes = tuple(gradient_dtype(t.weight) for t in tensors)
+        ctx.weight_dtypes, ctx.sources = tuple(gradient_dtype(t.weight) for t in tensors), sources
         first = chain.stages[0]
         if first.gather_norm and norm_out is not None:
             norm_out = first.strategy.before_gemm(Operand(norm_out)).data
@@ -465,12 +485,15 @@ class _ChainFunction(torch.autograd.Function):
             return direct.backward(ctx, dy, dtotal, _dgrad_operand)
         dnorm: Tensor | None = others[0] if chain.stages[0].return_norm else None
         *flat, fwd_scale = ctx.saved_tensors
+        if not torch.compiler.is_compiling():
+            torch_private.release_saved(ctx)  # a stage's tensors are freed when its successor's turn comes
         count, groups = len(chain.stages), chain.groups
         state = DelayedTensors(fwd_scale, None, ctx.bwd_scale, ctx.bwd_history)
         all_saved, all_needs = (
             unpack(Saved, flat, count),
             unpack(StageTensors, ctx.needs_input_grad[direct.FIRST :], count),
         )
+        flat = []
         found: list[StageGradients] = [StageGradients()] * count
         grads = [
             Gradient(part)
@@ -480,18 +503,22 @@ class _ChainFunction(torch.autograd.Function):
         for start in reversed(range(0, count, groups)):
             members = slice(start, start + groups)
             stage, saved, needs = chain.stages[start], all_saved[members], all_needs[members]
+            del all_saved[start:]
             whole = _blocks_cross_ranks(stage, grads)
             grads = [_quantize_gradient(chain, i, grad, state, whole) for i, grad in enumerate(grads, start)]
             dbias = [_bias_gradient(grad) if need.bias else None for grad, need in zip(grads, needs)]
             add = ctx.accumulators[members] if ctx.accumulators is not None else (None,) * groups
             # Another gradient of all ranks' operands is summed over ranks with the rest.
             extra, dnorm = (dnorm, None) if stage.gather_norm else (None, dnorm)
+            weights = None
+            if start > 0 or any(ctx.needs_input_grad[4:6]) or any(need.gamma or need.beta for need in needs):
+                weights = partial(_dgrad_operands, stage, saved, ctx.sources, start, fwd_scale, dy.dtype)
             dx, dweight = _products_backward(
                 stage,
                 saved,
                 grads,
                 [column_of(fwd_scale, input_column(i)) for i in range(start, start + groups)],
-                start > 0 or any(ctx.needs_input_grad[4:6]) or any(need.gamma or need.beta for need in needs),
+                weights,
                 any(need.weight for need in needs),
                 extra,
                 add,
@@ -530,22 +557,23 @@ def _products_backward(
     saved: list[Saved],
     grads: list[Gradient],
     scales: list[Tensor | None],
-    needs_dgrad: bool,
+    weights: Callable[[], list[Operand]] | None,
     needs_wgrad: bool,
     extra: Tensor | None,
     accumulators: tuple,
     weight_dtype: torch.dtype,
     dtype: torch.dtype,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """(the gradient of the operands [M, K], that of each group's weight) where they are needed.
+    """(the gradient of the operands [M, K], that of each group's weight) where they are needed. weights: the weights' side of dgrad, if
+    that is.
 
     The operand of wgrad is gathered under dgrad's product, the input's gradient is summed under wgrad's.
     """
     operands = _begin_wgrad(stage, saved, scales, dtype) if needs_wgrad else None
     columns = _columns_of(stage, grads) if needs_wgrad else None
     summed, rows = None, [_rows_of(stage, grad) for grad in grads]
-    if needs_dgrad:
-        summed, rows = _dgrad(stage, saved, grads, rows, extra, dtype, columns)
+    if weights is not None:
+        summed, rows = _dgrad(stage, weights(), grads, rows, extra, dtype, columns)
     elif needs_wgrad and columns is None and not grads[0].gathered:
         rows = [stage.strategy.before_dgrad(row) for row in rows]
     dweight: list[Tensor | None] = [None] * len(grads)

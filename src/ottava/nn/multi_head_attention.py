@@ -178,6 +178,7 @@ class MultiheadAttention(torch.nn.Module):
             name=_named(name, "proj"),
             **common,
         )
+        self.proj.input_is_kept = self.qkv_format != "thd"
         if set_parallel_mode:
             self._spread_heads()
         join_meshes(self, tp_group, tp_mesh, weight_mesh)
@@ -328,6 +329,11 @@ class MultiheadAttention(torch.nn.Module):
         )
         if layout != self.qkv_format:
             context = context.transpose(0, 1)
+        # Attention keeps its output for backward: not if it is computed again, nor if what comes here is a copy of it. (A compiler decides
+        # for itself what is kept, and would compile anew for what is set here.)
+        kept = not checkpoint_core_attention and layout == self.qkv_format != "thd"
+        if self.proj.input_is_kept is not kept and not torch.compiler.is_compiling():
+            self.proj.input_is_kept = kept
         projected = self.proj(context, is_first_microbatch=is_first_microbatch)
         result = projected if self.return_bias else (projected,)
         result = (*result, *normed)

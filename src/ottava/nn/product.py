@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ottava.nn.columnwise import LaterTensor
 from ottava.nn.operand import Operand
 
 Look = Callable[[Operand, Operand], None]
@@ -73,22 +72,10 @@ class Product:
         """Whether some rows of the operands give some rows of the result."""
         return self.extra is None
 
-    def ready(self) -> Product:
-        """The same for several chunks: weights that every product would make anew are made once."""
-        return replace(self, weights=[made(weight) for weight in self.weights])
-
     def __call__(self, operands: list[Operand], biases: Sequence[Tensor] = ()) -> Tensor:
         """[M, features], the groups' rows under one another. biases: one for each group, or none at all."""
         out = product(operands, self.weights, list(biases), self.dtype, self.split_accumulator, self.parts)
         return out if self.extra is None else out + self.extra
-
-
-def made(operand: Operand) -> Operand:
-    """`operand` with bytes in memory, if it was to be made by whoever multiplies with it."""
-    if not isinstance(operand.data, LaterTensor):
-        return operand
-    data, scale_inv, amax = operand.data.source.quantize()
-    return operand._replace(data=data, scale_inv=scale_inv, amax=amax)
 
 
 def _grouped_product(

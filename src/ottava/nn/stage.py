@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ottava.kernels import tally
 from ottava.kernels.cast import Buffers
+from ottava.nn.columnwise import WeightSource
 from ottava.nn.operand import Operand
 from ottava.nn.strategy import Strategy
 from ottava.quant.scheme import Scheme
@@ -136,6 +137,9 @@ class StageTensors(NamedTuple):
     col: Tensor | None
     col_scale: Tensor | None
     col_amax: Tensor | None
+    """With a `source` the amax that its copy is quantized with, where forward had one."""
+    source: WeightSource | None = None
+    """What backward makes the columnwise copy from; `col` is None then."""
 
 
 class StageGradients(NamedTuple):
@@ -151,6 +155,7 @@ class StageGradients(NamedTuple):
     col: None = None
     col_scale: None = None
     col_amax: None = None
+    source: None = None
 
 
 class Source(NamedTuple):
@@ -177,7 +182,7 @@ class Saved(NamedTuple):
     scale_inv: Tensor | None
     amax: Tensor | None
     weight_data: Tensor | None
-    """The operand of dgrad: FP8 columnwise [K, N]; rowwise for "dequantized"; or the weight itself [N, K]."""
+    """The operand of dgrad: FP8 columnwise [K, N]; rowwise for "dequantized"; or the weight itself [N, K]. None: `StageTensors.source`."""
     weight_scale_inv: Tensor | None
     weight_amax: Tensor | None
 

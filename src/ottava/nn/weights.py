@@ -66,8 +66,6 @@ class WeightModule(nn.Module):
         """[Note: fused names]: name of the whole -> {parameter: its rows in one process}."""
         self.unsplit: dict[str, dict[str, int]] = {}
         """Parameter -> {name: rows} of the parts that it would be where the module can be split: such entries load, too."""
-        self.gathered_by_fsdp: set[str] = set()
-        """Parameters that FSDP2 has gathered at some time."""
 
     @property
     def gemm_weights(self) -> list[list[str]]:
@@ -176,22 +174,12 @@ class WeightModule(nn.Module):
         if "fused" in own and name in own["fused"]:
             self._assign_parts(list(self.fused[name]), value.detach())
             return
-        if isinstance(value, nn.Parameter):
-            if is_dtensor(
-                value
-            ):  # `fully_shard` alone: before the first forward an optimizer's step or a load may come
-                weight = held(value)
-                if isinstance(weight, Weight) and weight.stored_quantized:
-                    self._bind(weight.memory, value)
-            elif is_dtensor(own["_parameters"].get(name)):
-                self.gathered_by_fsdp.add(name)  # FSDP2 puts what it has gathered in the place of the shard
+        if isinstance(value, nn.Parameter) and is_dtensor(value):
+            # `fully_shard` alone: before the first forward an optimizer's step or a load may come
+            weight = held(value)
+            if isinstance(weight, Weight) and weight.stored_quantized:
+                self._bind(weight.memory, value)
         super().__setattr__(name, value)
-
-    def freed_after_forward(self, weight: Tensor) -> bool:
-        """Whether `weight` is a parameter whose memory FSDP2 frees between forward and backward (if it reshards then)."""
-        if torch.compiler.is_compiling():
-            return False
-        return any(weight is self._parameters.get(name) for name in self.gathered_by_fsdp)
 
     @torch.no_grad()
     def _assign_parts(self, names: list[str], value: Tensor) -> None:
