@@ -31,12 +31,10 @@ def _not_finite(v):
 
 @triton.jit
 def _count(bad_ptr, even, odd):
-    """*bad_ptr += how many numbers of the two halves are not finite. x - x is NaN for these and 0 for others, and additions are twice as
-    fast as the integer operations that count. There is no reduction in the branch: it would want a barrier there."""
-    probe = tl.sum((even - even) + (odd - odd))
-    if probe != probe:
-        count = _not_finite(even) + _not_finite(odd)
-        tl.atomic_add(bad_ptr + count * 0, count, mask=count > 0)
+    """*bad_ptr += how many numbers of the two halves are not finite."""
+    count = tl.sum(_not_finite(even) + _not_finite(odd))
+    if count > 0:
+        tl.atomic_add(bad_ptr, count)
 
 
 @triton.jit
