@@ -39,7 +39,7 @@ class Slots:
         for position, (name, module) in enumerate(modules):
             start = self.count
             after = start + len(tally.OPERANDS) * module.delayed.stages
-            if after > tally.SLOTS:  # what has no slot counts elsewhere: seen, and not named
+            if after > tally.AGAIN:  # what has no slot counts elsewhere: seen, and not named
                 break
             self.count = module.count_from(start)
             for stage in range(module.delayed.stages):

@@ -23,6 +23,8 @@ ELSEWHERE, WEIGHTS, FIRST = 0, 1, 2
 OPERANDS = ("input", "weight", "gradient")
 """The three slots of a stage, in order."""
 SLOTS = 8192
+AGAIN = SLOTS - 1
+"""The slot of operands that backward makes again: forward has counted them, and nobody reads this one."""
 _STRIDE = 4  # int32 numbers from one counter to the next: kernels are compiled for addresses that 16 bytes divide
 
 slot = ELSEWHERE

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ottava import torch_private
+from ottava.kernels import tally
 from ottava.kernels.cast import Buffers
 
 WeightSource = tuple[Tensor, tuple[Any, ...], tuple[int, ...]]
@@ -53,5 +54,7 @@ def quantize_again(
             f"A weight of shape {tuple(weight.shape)} was written to between forward and backward, which makes its FP8 copy from it: write "
             "to it after backward, or pass is_first_microbatch=True to the forward, which keeps the copy."
         )
+    counted, tally.slot = tally.slot, tally.AGAIN
     q = Buffers(*ops.quantize(weight, scheme, scale, amax, False, True))
+    tally.slot = counted
     return q.columnwise_data, q.columnwise_scale_inv, q.columnwise_amax

@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from ottava import torch_private
-from ottava.kernels import tally
 from ottava.kernels.activation import get as get_activation
 from ottava.kernels.cast import Buffers, operand_amax
 from ottava.nn import direct
@@ -303,7 +302,6 @@ def _dgrad_operands(
         if sources[number] is None:
             found.append(_dgrad_operand(stage, s, dtype))
             continue
-        tally.slot = tally.ELSEWHERE  # forward has counted it
         scale = column_of(fwd_scale, weight_column(number)) if stage.delayed else None
         made = quantize_again(sources[number], ops, str(stage.weight), scale, s.weight_amax)
         found.append(Operand(*made, stage.weight, "columnwise"))

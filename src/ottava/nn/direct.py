@@ -184,7 +184,6 @@ def backward(
         if number > 0 or needs[FIRST - 1] or needs[FIRST - 2] or wanted[GAMMA] or wanted[BETA]:
             weight: Any = None
             if ctx.sources[number] is not None:
-                tally.slot = tally.ELSEWHERE  # forward has counted it
                 scale = column_of(fwd_scale, weight_column(number)) if stage.delayed else None
                 weight = quantize_again(ctx.sources[number], ops, stage.texts.weight, scale, saved.weight_amax)  # type: ignore[union-attr]
             dx = _dgrad(ops, stage, value, quantized, saved, dy.dtype, weight, dgrad_operand)
@@ -269,7 +268,7 @@ def _operand_again(ops: Any, stage: Stage, saved: Saved, fwd_scale: Tensor | Non
         elif stage.activation is not None:
             data = ops.activation(saved.h, stage.activation)
         return saved._replace(data=data)
-    tally.slot = tally.ELSEWHERE  # forward has counted it
+    counted, tally.slot = tally.slot, tally.AGAIN
     scale = column_of(fwd_scale, input_column(number)) if stage.delayed else None
     how = (stage.texts.input, scale, saved.amax, False, True)
     if norm is not None:
@@ -278,6 +277,7 @@ def _operand_again(ops: Any, stage: Stage, saved: Saved, fwd_scale: Tensor | Non
         made = ops.activation_quantize(saved.h, stage.activation, *how)
     else:
         made = ops.quantize(saved.h, *how)
+    tally.slot = counted
     return saved._replace(data=made[2], scale_inv=made[3], amax=made[5])
 
 

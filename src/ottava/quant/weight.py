@@ -632,7 +632,8 @@ def tensors_of(weight: Weight) -> list[Tensor]:
     """What a forward of this weight reads: the values that it has in high precision, and what a GEMM takes, made if it is not there."""
     held = [] if weight.master is None else [weight.master]
     whole = weight.state is State.WHOLE and weight.memory.quantized and bool(weight.memory.data)
-    return held + (list(operands(weight.memory.group).values()) if whole else [])
+    made = operands(weight.memory.group) if whole else {}
+    return held + [made[name] for name in sorted(made)]  # in one order, whoever has made them
 
 
 def _joined_scales(group: ScaleGroup, directions: Sequence[str]) -> dict[str, Tensor]:
