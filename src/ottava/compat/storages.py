@@ -77,7 +77,7 @@ class DirectionStorage:
     def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
         """The values, of the rowwise bytes."""
         if self.direction != ROWWISE and self.scheme.two_copies:
-            raise NotImplementedError(
+            raise ValueError(
                 f"The columnwise bytes of {self.scheme} are quantized along the other dimension: dequantize the tensor itself."
             )
         return self.tensor.dequantize(dtype)

@@ -296,11 +296,9 @@ def _backward_with_output(
     output_amax: Tensor | None,
 ) -> BuffersSumAndOutput:
     """`activation_backward_quantize`; and the columnwise copy of the activation's output, as forward made or would have made it."""
-    counted = tally.slot
     gradients = _backward_quantize(dy, h, name, scheme, scale, amax, rowwise, columnwise, column_sum)
-    tally.slot = tally.AGAIN  # forward has counted these
-    output = _quantize(h, name, output_scheme, output_scale, output_amax, False, True)
-    tally.slot = counted
+    with tally.again():
+        output = _quantize(h, name, output_scheme, output_scale, output_amax, False, True)
     return *gradients, output[2], output[3], output[5]
 
 
@@ -351,9 +349,8 @@ def _backward_with_output_cuda(
         if made is not None:
             return *made, h.new_empty(0) if sums is None else sums.to(h.dtype), *producer.made()
     gradients = _backward_quantize_cuda(dy, h, name, scheme, scale, amax, rowwise, columnwise, column_sum)
-    counted, tally.slot = tally.slot, tally.AGAIN
-    again = _quantize_cuda(h, name, output_scheme, output_scale, output_amax, False, True)
-    tally.slot = counted
+    with tally.again():
+        again = _quantize_cuda(h, name, output_scheme, output_scale, output_amax, False, True)
     return *gradients, again[2], again[3], again[5]
 
 

@@ -15,6 +15,9 @@ a step of the optimizer, count into WEIGHTS how many of their amax are not finit
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -40,6 +43,17 @@ def counter(values: Tensor) -> Tensor:
     if device not in counters:
         _board(values.device)
     return counters[device][slot]
+
+
+@contextmanager
+def again() -> Iterator[None]:
+    """Around what backward quantizes a second time: see `AGAIN`."""
+    global slot
+    counted, slot = slot, AGAIN
+    try:
+        yield
+    finally:
+        slot = counted
 
 
 def count(values: Tensor) -> None:

@@ -54,7 +54,6 @@ def quantize_again(
             f"A weight of shape {tuple(weight.shape)} was written to between forward and backward, which makes its FP8 copy from it: write "
             "to it after backward, or pass is_first_microbatch=True to the forward, which keeps the copy."
         )
-    counted, tally.slot = tally.slot, tally.AGAIN
-    q = Buffers(*ops.quantize(weight, scheme, scale, amax, False, True))
-    tally.slot = counted
+    with tally.again():
+        q = Buffers(*ops.quantize(weight, scheme, scale, amax, False, True))
     return q.columnwise_data, q.columnwise_scale_inv, q.columnwise_amax

@@ -268,16 +268,15 @@ def _operand_again(ops: Any, stage: Stage, saved: Saved, fwd_scale: Tensor | Non
         elif stage.activation is not None:
             data = ops.activation(saved.h, stage.activation)
         return saved._replace(data=data)
-    counted, tally.slot = tally.slot, tally.AGAIN
     scale = column_of(fwd_scale, input_column(number)) if stage.delayed else None
     how = (stage.texts.input, scale, saved.amax, False, True)
-    if norm is not None:
-        made = ops.norm_quantize(saved.h, *statistics, norm.zero_centered, *how)
-    elif stage.activation is not None:
-        made = ops.activation_quantize(saved.h, stage.activation, *how)
-    else:
-        made = ops.quantize(saved.h, *how)
-    tally.slot = counted
+    with tally.again():
+        if norm is not None:
+            made = ops.norm_quantize(saved.h, *statistics, norm.zero_centered, *how)
+        elif stage.activation is not None:
+            made = ops.activation_quantize(saved.h, stage.activation, *how)
+        else:
+            made = ops.quantize(saved.h, *how)
     return saved._replace(data=made[2], scale_inv=made[3], amax=made[5])
 
 
