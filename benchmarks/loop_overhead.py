@@ -1,6 +1,6 @@
 """What the trainer adds to a step: the loop with all metrics and guards on, against the same forward, backward and optimizer without it.
 
-    python benchmarks/loop_overhead.py [--steps 100] [--config CONFIG] [--json results.json] [--kernels]
+    python benchmarks/loop_overhead.py [--steps 200] [--config CONFIG] [--json results.json] [--kernels]
 
 One rank on the GPU if there is one, else on the CPU. Both take turns in blocks of steps (bare, loop, loop, bare), so that a machine that
 is busy with something else, or hot, slows both; the median over such rounds is told. Steps that are replayed (health.replay_every) are
@@ -27,7 +27,10 @@ from ottava.train.loop import Loop
 from ottava.train.optimizer import clip_gradients
 from ottava.train.world import Place, World
 
-BLOCK = 5  # steps of one loop before it is the other's turn
+BLOCK = 20
+"""Steps of one loop before it is the other's turn. After a turn the GPU is idle and waits for the host's first launches, which training
+never does: the longer a block, the less of that is counted."""
+REPLAYS = 5  # replayed steps of a round
 
 
 def bare_step(loop: Loop) -> None:
@@ -61,23 +64,24 @@ TURNS = ("bare", "loop", "loop", "bare")
 """Blocks of one round: what is hot or busy after the one before slows both alike."""
 
 
-def block(loop: Loop, name: str, device: torch.device) -> float:
-    """Seconds a step over BLOCK steps. Inside nobody waits for the GPU who would not anyway."""
+def block(loop: Loop, name: str, steps: int) -> float:
+    """Seconds a step over `steps` steps. Inside nobody waits for the GPU who would not anyway."""
     start = time.perf_counter()
-    for _ in range(BLOCK):
+    for _ in range(steps):
         STEPS[name](loop)
-    if device.type == "cuda":
+    if loop.world.device.type == "cuda":
         torch.cuda.synchronize()
-    return (time.perf_counter() - start) / BLOCK
+    return (time.perf_counter() - start) / steps
 
 
-def measure(loop: Loop, steps: int, device: torch.device) -> dict[str, float]:
+def measure(loop: Loop, steps: int) -> dict[str, float]:
     """Medians: seconds a step of each of `STEPS`, and by how much a round's steps of the loop take longer than its bare ones."""
     rounds: list[dict[str, float]] = []
     for number in range(-1, max(steps // (2 * BLOCK), 1)):  # the first warms up
         seconds: dict[str, list[float]] = {name: [] for name in STEPS}
-        for name in (*TURNS, "replayed"):
-            seconds[name].append(block(loop, name, device))
+        for name in TURNS:
+            seconds[name].append(block(loop, name, BLOCK))
+        seconds["replayed"].append(block(loop, "replayed", REPLAYS))
         if number >= 0:
             rounds.append({name: statistics.mean(values) for name, values in seconds.items()})
     found = {name: statistics.median(r[name] for r in rounds) for name in STEPS}
@@ -115,7 +119,7 @@ def show_kernels(loop: Loop, steps: int = 3) -> None:
 def main() -> None:
     """Prints the figures."""
     parser = argparse.ArgumentParser(description="Overhead of the training loop.")
-    parser.add_argument("--steps", type=int, default=100, help="steps of each loop (default: 100)")
+    parser.add_argument("--steps", type=int, default=200, help="steps of each loop (default: 200)")
     parser.add_argument("--json", help="file for the figures")
     parser.add_argument("--kernels", action="store_true", help="also list what a GPU does beyond a bare step")
     parser.add_argument("--config", nargs="*", default=[], help="of `ottava train` (default: its own)")
@@ -136,7 +140,7 @@ def main() -> None:
         )
         world = resources.enter_context(World(Place(0, 1, 0, 1, "localhost", store.port), timeout=600.0))
         loop = Loop(config, world, resources)
-        found = measure(loop, options.steps, world.device)
+        found = measure(loop, options.steps)
         if options.kernels and world.device.type == "cuda":
             show_kernels(loop)
     every = config.health.replay_every

@@ -1,6 +1,6 @@
 """How near `ottava plan` comes to what was measured: every run of Ottava in files that `ottava bench step` wrote.
 
-    python benchmarks/plan_accuracy.py benchmarks/results/plan-nvidia-*.json
+    python benchmarks/plan_accuracy.py benchmarks/results/{plan,step}-nvidia-*.json
 
 Prints a line a run, estimated beside measured, writes benchmarks/results/plan-accuracy.json, and with `--page docs/planning.md` puts the
 table into that page. Exit code 1 if memory is off by more than 5% or time by more than 8% somewhere (`--report`: never).
@@ -36,9 +36,11 @@ def compared(path: Path) -> list[dict[str, Any]]:
     cluster = Cluster.of(short_name(document["machine"]["device"]), 1)
     base = train_config(workloads()[document["shape"]], "tokens", "run")
     rows = []
+    least = min(measured.get("allocated_before_gib", 0.0) for measured in document["results"].values())
     for name, measured in document["results"].items():
         if not measured["ours"] or "ms" not in measured:
             continue
+        left_behind = measured.get("allocated_before_gib", 0.0) - least  # by the contender before
         config = override(base, measured["overrides"])
         size, bytes_, layout = ModelSize.of(config), ElementBytes.of(config), layout_of(config)
         time = step_time(config, size, bytes_, cluster, layout, DOCUMENT if config.data.document_mask else None)
@@ -48,7 +50,7 @@ def compared(path: Path) -> list[dict[str, Any]]:
                 "run": f"{document['shape']} {name}",
                 "ms": measured["ms"],
                 "estimated_ms": time.total * 1e3,
-                "gib": measured["allocated_gib"],
+                "gib": measured["allocated_gib"] - left_behind,
                 "estimated_gib": footprint(config, size, bytes_, layout).allocated / 2**30,
                 "parts_ms": {part: seconds * 1e3 for part, seconds in time.parts.items()},
             }

@@ -209,7 +209,7 @@ def cases_of(name: str, everything: bool) -> list[tuple[str, str]]:
 def all_cases(root: str, world: int, everything: bool) -> dict[str, list[str]]:
     """In one run of the ranks, because a new process group would find the meshes of the one before in DTensor's caches.
 
-    Every mesh loads the checkpoint of every other under delayed scaling, which has all that other recipes' have, and scales. Of its
+    Every mesh loads the checkpoints of three others under delayed scaling, which have all that other recipes' have, and scales. Of its
     other cases it loads one from another mesh; with `everything` all of them from all.
     """
     folder, start = Path(root), time.monotonic()
@@ -225,6 +225,8 @@ def all_cases(root: str, world: int, everything: bool) -> dict[str, list[str]]:
     for name, mesh in MESHES[world].items():
         for case in cases_of(name, everything):
             others = [n for n in NAMES if n != name and case in cases_of(n, everything)]
-            others = others if everything or case[1] == "delayed" else [others[NAMES.index(name) % len(others)]]
+            if not everything:
+                first = NAMES.index(name) % len(others)  # so that each mesh is loaded by others
+                others = (others[first:] + others[:first])[: 3 if case[1] == "delayed" else 1]
             problems["resharded"] += load_from(folder, name, mesh, *case, others)
     return problems

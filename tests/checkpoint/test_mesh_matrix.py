@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(3600)
 
 
 def slice_of_the_product() -> list[Job]:
-    """Every module on two pairs of meshes, under two recipes, stored and not: every value of every axis, and all pairs of meshes."""
+    """Every module on two pairs of meshes, under two recipes, stored and not: every value of every axis."""
     recipes, meshes = list(RECIPES), list(MESHES)
     jobs = []
     for i, module in enumerate(MODULES):
@@ -22,7 +22,8 @@ def slice_of_the_product() -> list[Job]:
             torchs = i % 5 == 0 if stored else i % 2 == 0
             case = Case(module, recipes[(number * 2 + i // 5) % 5], stored, "AdamW" if torchs else "FusedAdam")
             source = meshes[number % 6]
-            jobs.append(Job(case, source, (source, meshes[(number + 1 + i // 2) % 6]), (WAYS[number // 6 % 2],)))
+            other = meshes[(number + 1 + i // 2) % 6]
+            jobs.append(Job(case, source, (source, other) if i % 5 == 0 else (other,), (WAYS[number // 6 % 2],)))
     float8 = Case("Linear", "current", False, "FusedAdam float8")
     jobs.append(Job(float8, "2x2", ("dp4", "3x2", "one")))
     jobs.append(Job(Case("LayerNormMLP-swiglu", "block", True, "FusedAdam float8"), "3x2", ("2x2",)))

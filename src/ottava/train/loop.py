@@ -76,7 +76,8 @@ def train(
                     forget_frames(error)
                 with suppress(Exception):  # what was under way has failed with the rank
                     resources.close()
-            gc.collect()
+            for _ in range(2):  # the model; then the FP8 copies of its weights, which are cycles that parameters held
+                gc.collect()
             world.meet_again(kept.watchdog.restart())
             kept.watchdog.met(world.seats)
 
