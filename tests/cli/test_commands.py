@@ -38,6 +38,28 @@ def test_a_dry_run_shows_mesh_size_and_memory(capsys):
     assert "hidden_size = 4096" in text and "Memory of a rank" in text
 
 
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--parallel.ranks", "3", "--parallel.tp", "2"], "3 ranks"),
+        (["--parallel.ranks", "2", "--parallel.dp-shard", "4"], "there are 2"),
+        (["--parallel.ranks", "3"], "train.global_batch (16) must be a multiple of train.micro_batch (8) times the 3"),
+    ],
+)
+def test_a_dry_run_of_what_cannot_run_is_exit_2_and_a_sentence(capsys, options, message):
+    assert main(["train", "--dry-run", *options]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("ottava train: ") and message in said.err and "Traceback" not in said.err
+
+
+def test_a_dry_run_names_files_that_are_not_here(tmp_path, capsys):
+    missing = tmp_path / "missing.tokens"
+    assert main(["train", "--dry-run", "--data.files", str(missing)]) == 0
+    assert f"not here       {missing}" in capsys.readouterr().out
+    assert main(["train", "--dry-run"]) == 0
+    assert "not here" not in capsys.readouterr().out
+
+
 def test_tokenize(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text(json.dumps({"body": "hello"}) + "\n")
     words = ["data", "tokenize", str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "a.tokens")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from ottava import compat
+from ottava.compat.tensors import HYBRID_RECIPES
 from ottava.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -79,6 +81,10 @@ def test_two_directions_alike_are_one_recipe_and_its_weights_are_hybrid(te: Any)
     assert isinstance(hybrid, te.HybridQuantizedTensor) and isinstance(hybrid, te.MXFP8TensorStorage)
     assert not isinstance(other, te.HybridQuantizedTensor) and isinstance(other, te.MXFP8TensorStorage)
     assert not isinstance(torch.zeros(2), te.HybridQuantizedTensor)
+    for _ in range(8):  # a program may make one in every step: those that nothing uses are not kept
+        custom(te, factory)
+    gc.collect()
+    assert list(HYBRID_RECIPES.values()) == [recipe]
 
 
 @pytest.mark.parametrize("source, override", [("original", "high_precision"), ("rowwise_dequantized", "dequantized")])

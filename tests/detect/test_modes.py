@@ -160,6 +160,11 @@ def test_without_a_process_group_the_wrapping_is_judged(fake_world: None) -> Non
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=32)
 
 
+def test_what_is_no_module_is_named() -> None:
+    with pytest.raises(ValueError, match="diagnose takes a torch.nn.Module.*got list"):
+        ottava.diagnose([Net()])  # type: ignore[arg-type]
+
+
 def test_every_mode_has_a_detector() -> None:
     """The last one shows in a run only: test_exposed.py."""
     before = {case[2] for case in BAD}

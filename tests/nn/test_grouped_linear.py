@@ -91,8 +91,16 @@ def test_wrong_splits_are_named():
     for splits in ([16], [8, 9], [20, -4]):
         with pytest.raises(ValueError, match="m_splits must have 2 numbers, none negative, that add up to 16"):
             grouped(torch.randn(16, 64, dtype=torch.bfloat16), splits)
+    with pytest.raises(ValueError, match=r"m_splits are numbers of rows, which are integers, got \[8.0, 8.0\]"):
+        grouped(torch.randn(16, 64, dtype=torch.bfloat16), [8.0, 8.0])
     with pytest.raises(ValueError, match="num_gemms"):
         ottava.GroupedLinear(0, 64, 64)
+
+
+def test_splits_may_be_a_tensor():
+    grouped, _ = pair([4, 12])
+    x = torch.randn(16, 64, dtype=torch.bfloat16)
+    assert torch.equal(grouped(x, torch.tensor([4, 12])), grouped(x, [4, 12]))
 
 
 @pytest.mark.parametrize("name", ["none", "current"])

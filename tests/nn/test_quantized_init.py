@@ -110,8 +110,21 @@ def test_without_autocast_the_values_are_dequantized(scheme: str) -> None:
 
 def test_another_recipe_than_the_stored_one_is_refused() -> None:
     message = r"Linear holds its weight as e4m3:128x128:pow2, but the recipe of this autocast needs e4m3:1x32.*quantized_model_init"
-    with casting("mxfp8"), pytest.raises(ValueError, match=message):
-        stored("block")(torch.randn(16, 64))
+    for first in (None, True):  # which makes nothing anew: the weight has no other values
+        with casting("mxfp8"), pytest.raises(ValueError, match=message) as refused:
+            stored("block")(torch.randn(16, 64), is_first_microbatch=first)
+        assert "is_first_microbatch" not in str(refused.value)
+
+
+def test_another_recipe_than_that_of_a_kept_copy_is_refused() -> None:
+    module = ottava.Linear(64, 64, device="cpu")
+    with casting("block"):
+        module(torch.randn(16, 64), is_first_microbatch=True)
+    with (
+        casting("mxfp8"),
+        pytest.raises(ValueError, match="needs e4m3:1x32.*: pass is_first_microbatch=True to quantize again"),
+    ):
+        module(torch.randn(16, 64), is_first_microbatch=False)
 
 
 def test_shapes_that_cannot_be_stored_are_refused() -> None:

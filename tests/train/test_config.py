@@ -12,6 +12,8 @@ from ottava.models import GPTConfig, Llama, LlamaConfig
 from ottava.train import config as sections
 from ottava.train.arguments import parse, to_toml
 from ottava.train.config import Config, PrecisionSection
+from ottava.train.config_checks import check_data_parallel
+from ottava.train.keeper import allowed
 from ottava.train.presets import presets
 
 
@@ -117,6 +119,13 @@ def test_recipe_and_types():
         ("[train]\nsteps = {a = 1}\n", "train.steps is {'a': 1}, which no key takes"),
         ("steps = \n", "is not TOML"),
         ('[data]\nfiles = ["-a"]\n', "looks like an option: write './-a'"),
+        ("[train]\nsteps = true\n", "train.steps is true, but it takes a value."),
+        ("[train]\nsteps = false\n", "train.steps is false, but it takes a value."),
+        ("[train]\nsteps = [1, 2]\n", "train.steps is the list [1, 2], but it takes one value."),
+        ("[train]\ndeterministic = 1\n", "train.deterministic is 1, but it takes true or false."),
+        ('[train]\ndeterministic = "yes"\n', "train.deterministic is 'yes', but it takes true or false."),
+        ("[data]\nfiles = true\n", "data.files is true, but it takes a list."),
+        ("steps = 10\n", "steps stands before all sections: write it below [train]."),
         ('preset = "gpt3"\n', "There is no preset 'gpt3'. Did you mean 'gpt2'?"),
     ],
 )
@@ -183,3 +192,22 @@ FUSED = ["--optimizer.name", "fused_adam"]
 )
 def test_what_is_impossible_is_exit_2_with_a_reason(capsys, arguments, message):
     assert message in refused(capsys, *arguments)
+
+
+def test_a_microbatch_is_never_larger_than_what_a_rank_has():
+    config = presets()["debug"]
+    assert [config.on_ranks(ranks).train.micro_batch for ranks in (1, 2, 4, 8, 16)] == [8, 8, 4, 2, 1]
+    assert (
+        config.on_ranks(3) is config
+    )  # 16 sequences cannot be divided: what is wrong is told of the numbers that were given
+    with pytest.raises(
+        ValueError, match=r"train.global_batch \(16\) must be a multiple of train.micro_batch \(8\) times the 3"
+    ):
+        check_data_parallel(config, 3)
+    assert [allowed(config, ranks) for ranks in (1, 2, 3, 4, 8)] == [True, True, False, True, True]
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
+def test_the_default_run_fits_machines_with_any_usual_number_of_gpus(gpus):
+    config = parse([])[0]
+    check_data_parallel(config.on_ranks(gpus), gpus)

@@ -37,7 +37,7 @@ def _chaos(options: argparse.Namespace) -> int:
     from ottava.train.arguments import parse
 
     try:
-        config, _ = parse([options.config])
+        config, _ = parse([options.config], "ottava chaos")
         kinds = list(KINDS) if options.faults == "all" else options.faults.split(",")
         phases = options.phases.split(",")
         if not config.train.evaluate_every:

@@ -17,6 +17,10 @@ def run(arguments: list[str]) -> int:
     if dry_run:
         from ottava.train.dry_run import describe
 
-        print(describe(config))
+        try:
+            print(describe(config))
+        except ValueError as error:
+            print(f"ottava train: {error}", file=sys.stderr)
+            return 2
         return 0
     return launch(config)

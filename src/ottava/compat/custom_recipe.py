@@ -62,8 +62,8 @@ def _resolve(qfactory: Callable, override: str | None) -> Recipe:
                 "a quantizer of transformer_engine.pytorch was expected."
             )
     if all(isinstance(answer, IdentityQuantizer) for answer in answers.values()):
-        IDENTITY_RECIPES.append(Unquantized())
-        return IDENTITY_RECIPES[-1]
+        IDENTITY_RECIPES.add(found := Unquantized())
+        return found
     if override is None:
         override = _backward(answers)
     hybrid = isinstance(answers["weight"], HybridQuantizer)
@@ -73,7 +73,7 @@ def _resolve(qfactory: Callable, override: str | None) -> Recipe:
     schemes = {role: None if answer is None else answer.scheme() for role, answer in answers.items()}
     recipe = _recipe_of(schemes, override)
     if hybrid:
-        HYBRID_RECIPES.append(recipe)
+        HYBRID_RECIPES[id(recipe)] = recipe
     if hybrid and override == "high_precision":
         warn_once(
             "CustomRecipe: the weights' columnwise direction is to be in high precision. Weights that quantized_model_init stores in FP8 "

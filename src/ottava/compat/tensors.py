@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch import Tensor
 
@@ -29,10 +30,11 @@ __all__ = [
     "QuantizedTensorStorage",
 ]
 
-HYBRID_RECIPES: list[Recipe] = []
-"""Recipes that a `CustomRecipe` of this program stands for and whose weights a `HybridQuantizer` makes. Objects: others are equal."""
-IDENTITY_RECIPES: list[Any] = []
-"""Recipes of this program that leave everything in high precision."""
+HYBRID_RECIPES: WeakValueDictionary[int, Recipe] = WeakValueDictionary()
+"""By id: recipes that a `CustomRecipe` of this program stands for and whose weights a `HybridQuantizer` makes. Objects, since others are
+equal; not kept, since a program may make one in every step. (A stored weight keeps its own.)"""
+IDENTITY_RECIPES: set[Recipe] = set()
+"""Recipes of this program that leave everything in high precision: equal ones are one."""
 
 
 class _OfKind(type):
@@ -65,7 +67,7 @@ class NVFP4Tensor(metaclass=_OfKind):
 
 def _is_hybrid(tensor: Any) -> bool:
     stored = isinstance(tensor, Weight) and tensor.stored_quantized
-    return stored and any(tensor.memory.recipe is recipe for recipe in HYBRID_RECIPES)
+    return stored and HYBRID_RECIPES.get(id(tensor.memory.recipe)) is tensor.memory.recipe is not None
 
 
 class _OfHybridRecipe(_OfKind):
@@ -129,6 +131,8 @@ def lend_attributes() -> None:
 
 
 def take_attributes_back() -> None:
-    """Undoes `lend_attributes`."""
+    """Undoes `lend_attributes`. What programs have made until now is nothing to the next."""
     for name in _ATTRIBUTES:
         delattr(QuantizedTensor, name)
+    HYBRID_RECIPES.clear()
+    IDENTITY_RECIPES.clear()

@@ -32,6 +32,8 @@ def diagnose(model: nn.Module, machine: Machine | None = None, *, hardware: bool
         >>> for finding in ottava.diagnose(model):
         ...     print(finding.level, finding.message)
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"diagnose takes a torch.nn.Module, wrapped for its ranks or not; got {type(model).__name__}.")
     found = check_wrapping(model)
     if dist.is_available() and dist.is_initialized():
         units = units_of(model)

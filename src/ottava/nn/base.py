@@ -329,14 +329,15 @@ class QuantizedModule(FollowsAutocast, weights.WeightModule, ParallelModule):
         if self.handed is not None and torch.compiler.is_compiling():
             return self.handed[self.gemm_weights[index][0]].operands
         stored = weight if isinstance(weight, QuantizedTensor) else None
+        remedy = "use the recipe that quantized_model_init was given"
         if is_first_microbatch is False and stored is None:
-            stored = self._weight_cache.get(index)
+            stored, remedy = self._weight_cache.get(index), "pass is_first_microbatch=True to quantize again"
             if stored is None:
                 raise ValueError(
                     "is_first_microbatch=False, but no earlier call had is_first_microbatch=True: no quantized weight is cached."
                 )
         if stored is not None:
-            self._check_same_scheme(stored, stage.weight)
+            self._check_same_scheme(stored, stage.weight, remedy)
             return operands_of(stored)
         if self.quantized_init is not None and not torch.compiler.is_compiling():
             warn_once(
@@ -378,11 +379,10 @@ class QuantizedModule(FollowsAutocast, weights.WeightModule, ParallelModule):
         columns = (column, column_scale, column_amax) if columnwise else (None, None, None)
         return row, row_scale, row_amax, *columns
 
-    def _check_same_scheme(self, stored: QuantizedTensor, wanted: Scheme) -> None:
+    def _check_same_scheme(self, stored: QuantizedTensor, wanted: Scheme, remedy: str) -> None:
         if not stored.scheme.same_layout(wanted):
             raise ValueError(
-                f"{type(self).__name__} holds its weight as {stored.scheme}, but the recipe of this autocast needs {wanted}: use the "
-                "recipe that quantized_model_init was given, or pass is_first_microbatch=True to quantize again."
+                f"{type(self).__name__} holds its weight as {stored.scheme}, but the recipe of this autocast needs {wanted}: {remedy}."
             )
 
     def accumulator(self, names: list[str]) -> Callable[[Tensor], None] | None:

@@ -101,7 +101,7 @@ class GroupedLinear(QuantizedModule):
                 getattr(self, f"bias{g}").zero_()
         self.delayed.reset()
 
-    def forward(self, inp: Tensor, m_splits: list[int], is_first_microbatch: bool | None = None) -> Any:
+    def forward(self, inp: Tensor, m_splits: list[int] | Tensor, is_first_microbatch: bool | None = None) -> Any:
         """inp [..., in_features]; m_splits: rows of each group, adding up to all rows. Returns [..., out_features].
 
         With sequence_parallel the rows of each group are spread over the ranks, the same number on each: a column's output has
@@ -109,6 +109,10 @@ class GroupedLinear(QuantizedModule):
         """
         x = self.check_input(inp, self.in_features, local(self.weight0))
         rows = x.reshape(-1, self.in_features)
+        if isinstance(m_splits, Tensor):
+            m_splits = m_splits.tolist()
+        if any(isinstance(count, float) for count in m_splits):
+            raise ValueError(f"m_splits are numbers of rows, which are integers, got {list(m_splits)}.")
         if len(m_splits) != self.num_gemms or sum(m_splits) != rows.shape[0] or min(m_splits) < 0:
             raise ValueError(
                 f"m_splits must have {self.num_gemms} numbers, none negative, that add up to {rows.shape[0]} rows, got {list(m_splits)} "

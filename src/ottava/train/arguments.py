@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import difflib
 import io
+import json
 import sys
 from collections.abc import Iterable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from ottava.train.config import Config
 from ottava.train.presets import presets
@@ -115,14 +117,37 @@ def _options(table: dict[str, Any], path: Path) -> Iterable[str]:
     sections = {f.name: f.default_factory for f in fields(Config)}
     for section, keys in table.items():
         if section not in sections:
-            raise ValueError(f"{path}: there is no section [{printable(section, 80)}].{_nearest(section, sections)}")
+            raise ValueError(f"{path}: {_unknown_section(section, keys, sections)}")
         if not isinstance(keys, dict):
             raise ValueError(f"{path}: {section} is a section: write [{section}] and its keys below.")
-        known = [f.name for f in fields(sections[section])]  # type: ignore[arg-type]
+        known = get_type_hints(sections[section])
         for key, value in keys.items():
             if key not in known:
                 raise ValueError(f"{path}: section [{section}] has no key {key[:80]!r}.{_nearest(key, known)}")
+            _check_kind(f"{path}: {section}.{key}", value, known[key])
             yield from _option(f"{section}.{key}".replace("_", "-"), value, path)
+
+
+def _unknown_section(name: str, keys: Any, sections: dict[str, Any]) -> str:
+    """What is wrong with a name at the top of a file that is no section."""
+    shown = printable(name, 80)
+    homes = [section for section, kind in sections.items() if any(f.name == name for f in fields(kind))]
+    if homes and not isinstance(keys, dict):
+        return f"{shown} stands before all sections: write it below {' or '.join(f'[{home}]' for home in homes)}."
+    return f"there is no section [{shown}].{_nearest(name, sections)}"
+
+
+def _check_kind(where: str, value: Any, hint: Any) -> None:
+    """Raises if a key takes a list, true or false, or one value, and a file gives it another of these. (The parser of options would tell of
+    an option too many, or of one without a value.)"""
+    members = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    takes_list = any(get_origin(member) is tuple for member in members)
+    given = printable(json.dumps(value) if isinstance(value, bool | list) else repr(value), 80)
+    if isinstance(value, bool) != (bool in members):
+        wanted = "true or false" if bool in members else "a list" if takes_list else "a value"
+        raise ValueError(f"{where} is {given}, but it takes {wanted}.")
+    if isinstance(value, list) and not takes_list:
+        raise ValueError(f"{where} is the list {given}, but it takes one value.")
 
 
 def _option(name: str, value: Any, path: Path) -> list[str]:

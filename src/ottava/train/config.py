@@ -6,7 +6,7 @@ Fields that may be None are None by default: TOML has no word for it, so leaving
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -382,6 +382,17 @@ class Config:
             param_dtype=self.precision.dtype(device),
             reduce_dtype=getattr(torch, self.precision.reduce),
         )
+
+    def on_ranks(self, data_parallel: int) -> Config:
+        """The same for this many data-parallel ranks: a microbatch has no more sequences than a rank has.
+
+        >>> Config(train=TrainSection(global_batch=16, micro_batch=8)).on_ranks(8).train.micro_batch
+        2
+        """
+        each, left = divmod(self.train.global_batch, data_parallel)
+        if left or self.train.micro_batch <= each:
+            return self
+        return replace(self, train=replace(self.train, micro_batch=each))
 
     @property
     def run_folder(self) -> Path:

@@ -105,6 +105,25 @@ def check(config: Config) -> None:
     )
 
 
+def check_data_parallel(config: Config, ranks: int) -> None:
+    """Raises ValueError for what cannot run on `ranks` data-parallel ranks.
+
+    >>> check_data_parallel(Config(train=TrainSection(global_batch=16, micro_batch=8)), 3)
+    Traceback (most recent call last):
+    ValueError: train.global_batch (16) must be a multiple of train.micro_batch (8) times the 3 data-parallel ranks: 24 or ...
+    """
+    batch, micro = config.train.global_batch, config.train.micro_batch
+    _need(
+        batch % (ranks * micro) == 0,
+        f"train.global_batch ({batch}) must be a multiple of train.micro_batch ({micro}) times the {ranks} data-parallel ranks: "
+        f"{micro * ranks} or a multiple of it, or run on other ranks (parallel.ranks).",
+    )
+    _need(
+        config.parallel.strategy != "none" or ranks == 1,
+        f"parallel.strategy 'none' reduces no gradients, but {ranks} ranks would see different data: use fsdp2 or ddp.",
+    )
+
+
 def _need(fine: bool, otherwise: str) -> None:
     if not fine:
         raise ValueError(otherwise)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import torch
 
@@ -10,6 +11,7 @@ from ottava.distributed import ParallelPlan
 from ottava.models import CausalLM
 from ottava.train.arguments import to_toml
 from ottava.train.config import Config
+from ottava.train.config_checks import check_data_parallel
 from ottava.train.model import construct
 from ottava.train.summary import table
 from ottava.train.tokenize import ByteTokenizer
@@ -22,7 +24,7 @@ for a transformer layer with flash attention (Korthikanti et al., 2022), without
 
 
 def describe(config: Config) -> str:
-    """The resolved configuration, the mesh, the size of the model, memory of a rank, and what would run.
+    """The resolved configuration, the mesh, the size of the model, memory of a rank, and what would run. ValueError for what cannot.
 
     >>> print(describe(preset("llama3-8b")))
     """
@@ -35,8 +37,11 @@ def describe(config: Config) -> str:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     plan = config.plan(device).resolve(ranks)
     model = construct(config, config.model.vocab_size or ByteTokenizer.vocab_size)
-    dp, train = plan.dp_replicate * plan.dp_shard, config.train
-    micro = train.global_batch / (dp * train.micro_batch)
+    dp = plan.dp_replicate * plan.dp_shard
+    config = config.on_ranks(dp)
+    check_data_parallel(config, dp)
+    train = config.train
+    micro = train.global_batch // (dp * train.micro_batch)
     rows: list[tuple[str, ...]] = [
         (
             "ranks",
@@ -44,15 +49,23 @@ def describe(config: Config) -> str:
         ),
         ("mesh", f"dp_replicate {plan.dp_replicate} x dp_shard {plan.dp_shard} x tp {plan.tp}, {plan.strategy}"),
         ("parameters", f"{model.num_parameters():,} ({model.num_parameters(tables=False):,} without embedding tables)"),
-        ("tokens a step", f"{train.global_batch * config.data.length:,} in {micro:g} microbatches a rank"),
+        ("tokens a step", f"{train.global_batch * config.data.length:,} in {micro} microbatches a rank"),
         ("tokens in all", f"{train.global_batch * config.data.length * train.steps:,}"),
         ("products", _products(config, plan)),
         ("run", str(config.run_folder)),
+        *_missing_files(config),
     ]
     parts = memory(config, model, plan, device)
     estimate = [(name, f"{size / GIB:8.2f} GiB") for name, size in parts.items()]
     total = ("in all, about", f"{sum(parts.values()) / GIB:8.2f} GiB")
     return f"{to_toml(config)}\n{table(rows)}\n\nMemory of a rank, estimated\n{table([*estimate, total])}"
+
+
+def _missing_files(config: Config) -> list[tuple[str, str]]:
+    """Files that the run needs and that are not on this machine: the ranks may be on others."""
+    data = config.data
+    named = [*data.files, *([data.tokenizer] if data.tokenizer != "byte" else [])]
+    return [("not here", name) for name in named if not Path(name).expanduser().exists()]
 
 
 def _products(config: Config, plan: ParallelPlan) -> str:

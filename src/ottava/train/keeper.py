@@ -212,7 +212,8 @@ def allowed(config: Config, ranks: int) -> bool:
     fixed = max(parallel.tp, 1) * max(parallel.dp_replicate, 1)
     if parallel.dp_shard != -1 or ranks % fixed or parallel.strategy not in ("fsdp2", "fsdp1", "ddp"):
         return False
-    return train.global_batch % (train.micro_batch * (ranks // max(parallel.tp, 1))) == 0
+    data_parallel = ranks // max(parallel.tp, 1)
+    return train.global_batch % (config.on_ranks(data_parallel).train.micro_batch * data_parallel) == 0
 
 
 def name_of(code: int) -> str:

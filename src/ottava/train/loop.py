@@ -20,6 +20,7 @@ from ottava.overlap import measuring
 from ottava.train import exits, run_folder
 from ottava.train.clock import Clock, Span
 from ottava.train.config import Config
+from ottava.train.config_checks import check_data_parallel
 from ottava.train.console import say
 from ottava.train.data import IGNORED, Batch, Prefetch
 from ottava.train.evaluate import evaluate
@@ -91,13 +92,25 @@ def forget_frames(error: BaseException | None) -> None:
 
 def _train(config: Config, world: World, resources: ExitStack, kept: Lasting) -> int:
     """From the newest state to the end, if no rank dies."""
-    loop = Loop(config, world, resources, kept=kept)
+    loop = Loop(_on_ranks(config, world), world, resources, kept=kept)
     try:
         code = loop.run()
     except (NonFinite, NotSaved) as error:
         loop.say(f"ottava train: {error}")
         code = exits.NON_FINITE if isinstance(error, NonFinite) else exits.NOT_SAVED
     return loop.finish(code)
+
+
+def _on_ranks(config: Config, world: World) -> Config:
+    """The configuration on the ranks that there are, some of which may have died."""
+    plan = config.plan(world.device.type).resolve(world.size)
+    ranks = plan.dp_replicate * plan.dp_shard
+    found = config.on_ranks(ranks)
+    check_data_parallel(found, ranks)
+    asked, fitting = config.train.micro_batch, found.train.micro_batch
+    if fitting != asked and world.leads:
+        say(f"train.micro_batch is {fitting} here, not {asked}: {ranks} ranks have {fitting} sequences of a step each.")
+    return found
 
 
 class Loop:
@@ -127,7 +140,6 @@ class Loop:
                 f"model.vocab_size ({config.model.vocab_size}) is below the {self.data.vocab_size} tokens of the data's tokenizer."
             )
         self.model = DistributedModel(config, self.data.vocab_size, world.device)
-        self._check_batch()
         self.optimizer = make_optimizer(config, self.model.module, self.model.decaying)
         self.model.renew_copies_after(self.optimizer)
         if not world.generation:
@@ -517,18 +529,6 @@ class Loop:
             return batch.pin_memory() if pin else batch
 
         return Prefetch(make, start=self.done, depth=self.config.data.prefetch)
-
-    def _check_batch(self) -> None:
-        config, ranks = self.config.train, self.model.meshes.dp_size
-        if config.global_batch % (ranks * config.micro_batch):
-            raise ValueError(
-                f"train.global_batch ({config.global_batch}) must be a multiple of train.micro_batch ({config.micro_batch}) times "
-                f"the {ranks} data-parallel ranks: {config.micro_batch * ranks} or a multiple of it."
-            )
-        if self.config.parallel.strategy == "none" and ranks > 1:
-            raise ValueError(
-                f"parallel.strategy 'none' reduces no gradients, but {ranks} ranks would see different data: use fsdp2 or ddp."
-            )
 
     def finish(self, code: int) -> int:
         """Writes and prints the summary; judges the gates. Returns the exit code."""
