@@ -182,3 +182,10 @@ def test_the_same_command_twice_and_orphans_of_torchrun(tmp_path):
     code, output = end(start(replace(config, train=replace(config.train, steps=done + 1))))
     assert code == exits.DONE and f"{done} of {done + 1} steps are done" in output, output
     assert not (config.run_folder / FILE).exists()
+
+
+@pytest.mark.parametrize("below", ["", "deeper"])
+def test_a_file_in_the_place_of_the_folder_is_named(tmp_path, below):
+    (tmp_path / "run").write_text("a note")
+    with pytest.raises(ValueError, match="train.run is .*run.*, but there is a file in its place: choose another folder"):
+        RunLock(tmp_path / "run" / below).take()

@@ -82,7 +82,10 @@ class RunLock:
         """Waits only where it cannot be seen whether the holder lives. What this process holds already it keeps."""
         if self._mine is not None:
             return self
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise ValueError(f"train.run is {self.folder}, but there is a file in its place: choose another folder.") from error
         mine = Holder.myself()
         while not self._create(mine):
             self._judge()
