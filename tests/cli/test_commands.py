@@ -75,6 +75,8 @@ def test_report(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 0
     assert "<svg" in (tmp_path / "report.html").read_text()
     assert main(["report", str(tmp_path / "nothing")]) == 2 and "is not a run" in capsys.readouterr().err
+    assert main(["report", str(tmp_path), "--output", str(tmp_path / "no" / "page.html")]) == 2
+    assert f"{tmp_path / 'no' / 'page.html'} cannot be written: No such file" in capsys.readouterr().err
 
 
 def test_checkpoints_are_listed_and_verified(tmp_path, capsys):

@@ -17,6 +17,7 @@ import pytest
 from ottava.train import launch
 from ottava.train.arguments import to_toml
 from ottava.train.config import Config
+from ottava.train.lock import RunLock
 from train.runs import lines, tiny
 
 EXACT = ("loss", "grad_norm", "lr", "tokens")
@@ -193,3 +194,25 @@ def test_ranks_that_hide_communication_ask_for_many_hardware_queues(tmp_path: Pa
     ):
         launch._prepare(environment, config)
         assert environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == wanted
+
+
+def refuse(config: Config) -> None:
+    try:
+        raise ValueError("refused")
+    except ValueError:
+        launch._keep_traceback(config, 0)
+
+
+def test_the_traceback_of_a_refused_start_lies_beside_a_run_that_nobody_is_at(tmp_path: Path) -> None:
+    config = tiny(tmp_path)
+    kept = config.run_folder / "error-rank-0.txt"
+    refuse(config)  # there is no folder, and none is made
+    assert not config.run_folder.exists()
+    lock = RunLock(config.run_folder).take()
+    refuse(config)  # another process is at it, and this error is not its own
+    assert not kept.exists()
+    lock.release()
+    (tmp_path / "mine").write_text("precious")
+    kept.symlink_to(tmp_path / "mine")
+    refuse(config)
+    assert "ValueError: refused" in kept.read_text() and (tmp_path / "mine").read_text() == "precious"

@@ -187,5 +187,7 @@ def test_the_same_command_twice_and_orphans_of_torchrun(tmp_path):
 @pytest.mark.parametrize("below", ["", "deeper"])
 def test_a_file_in_the_place_of_the_folder_is_named(tmp_path, below):
     (tmp_path / "run").write_text("a note")
-    with pytest.raises(ValueError, match="train.run is .*run.*, but there is a file in its place: choose another folder"):
+    with pytest.raises(
+        ValueError, match="train.run is .*run.*, but there is a file in its place: choose another folder"
+    ):
         RunLock(tmp_path / "run" / below).take()

@@ -213,3 +213,18 @@ def test_weights_and_biases_works_offline(tmp_path):
     runs = list((tmp_path / "wandb").glob("offline-run-*"))
     assert len({run.name.rsplit("-", 1)[1] for run in runs}) == 1  # one id
     assert any(file.stat().st_size > 100 for run in runs for file in run.glob("*.wandb"))
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "metrics.jsonl.damaged"])
+@pytest.mark.parametrize("dangling", [False, True])
+def test_a_link_in_a_strangers_run_leads_to_no_file_of_the_users(tmp_path, caplog, name, dangling):
+    (tmp_path / "run").mkdir()
+    target = tmp_path / "mine"
+    if not dangling:
+        target.write_bytes(b"precious")
+    (tmp_path / "run" / "metrics.jsonl").write_bytes(b"damaged\n")
+    (tmp_path / "run" / name).unlink(missing_ok=True)
+    (tmp_path / "run" / name).symlink_to(target)
+    Metrics(tmp_path / "run").close()
+    assert target.exists() != dangling and (dangling or target.read_bytes() == b"precious")
+    assert f"{name} is a link, which a run does not follow" in caplog.text

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
-from ottava.untrusted.files import open_regular, printable, read_json, read_regular, read_toml
+from ottava.untrusted.files import (
+    open_anew,
+    open_regular,
+    open_to_append,
+    open_to_append_bytes,
+    printable,
+    read_json,
+    read_regular,
+    read_toml,
+)
 
 
 def test_a_file_with_a_writer_at_the_other_end_is_not_waited_for(tmp_path):
@@ -48,3 +58,18 @@ def test_what_is_no_object_is_named(tmp_path, text):
 def test_text_is_shown_in_one_printable_line():
     assert printable("plain") == "plain" and printable("\x1b[2J\n") == "'\\x1b[2J\\n'"
     assert printable("x" * 500) == "x" * 300 + "..."
+
+
+@pytest.mark.parametrize("dangling", [False, True])
+def test_what_is_written_anew_replaces_a_link_and_what_is_appended_refuses_it(tmp_path: Path, dangling: bool) -> None:
+    target, link = tmp_path / "mine", tmp_path / "link"
+    if not dangling:
+        target.write_text("precious")
+    link.symlink_to(target)
+    for append in (open_to_append, open_to_append_bytes):
+        with pytest.raises(OSError):
+            append(link)
+    with open_anew(link) as file:
+        file.write("new")
+    assert link.read_text() == "new" and not link.is_symlink()
+    assert not target.exists() if dangling else target.read_text() == "precious"

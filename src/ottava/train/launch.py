@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -24,6 +25,7 @@ from ottava.train import exits
 from ottava.train.config import Config
 from ottava.train.console import say, settle, tell
 from ottava.train.signals import LauncherSignals, RankSignals, let_through
+from ottava.untrusted.files import open_anew
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -136,9 +138,14 @@ def _prepare(environment: MutableMapping[str, str], config: Config, kept: bool =
 
 
 def _keep_traceback(config: Config, rank: int) -> None:
-    """A ValueError is shown as its message; where it came from lies beside the run, if there is one."""
-    if config.run_folder.is_dir():
-        (config.run_folder / f"error-rank-{rank}.txt").write_text(traceback.format_exc(), encoding="utf-8")
+    """A ValueError is shown as its message; where it came from lies beside the run, if there is one: but not beside one that another
+    process is at, whose error this is not."""
+    from ottava.train import lock
+
+    folder = config.run_folder
+    if folder.is_dir() and lock.read(folder / lock.FILE) is None:
+        with suppress(OSError), open_anew(folder / f"error-rank-{rank}.txt") as file:
+            file.write(traceback.format_exc())
 
 
 # ------------------------------------------------------------------------------------------------------------- the launcher

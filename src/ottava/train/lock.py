@@ -85,7 +85,9 @@ class RunLock:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
-            raise ValueError(f"train.run is {self.folder}, but there is a file in its place: choose another folder.") from error
+            raise ValueError(
+                f"train.run is {self.folder}, but there is a file in its place: choose another folder."
+            ) from error
         mine = Holder.myself()
         while not self._create(mine):
             self._judge()

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from ottava.checkpoint.names import sync_directory
 from ottava.notices import warn_once
-from ottava.untrusted.files import MOST_LINE_BYTES, read_lines
+from ottava.untrusted.files import MOST_LINE_BYTES, open_to_append_bytes, read_lines
 
 FILE = "metrics.jsonl"
 
@@ -117,7 +117,7 @@ class Metrics:
         """Lines that the disk has not taken yet."""
         run.mkdir(parents=True, exist_ok=True)
         keep_before(self.path, first_step)
-        self._file = self.path.open("ab", buffering=0)
+        self._file = open_to_append_bytes(self.path)
 
     def record(self, metrics: StepMetrics) -> None:
         """One step. The line is in the file when this returns, so that it outlives a killed process; or it is tried with the next."""
@@ -150,7 +150,7 @@ class Metrics:
         self._write()
         self._file.close()
         keep_before(self.path, first_step)
-        self._file = self.path.open("ab", buffering=0)
+        self._file = open_to_append_bytes(self.path)
 
     def close(self) -> None:
         """Closes file and sinks."""
@@ -193,11 +193,16 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
 
 def keep_before(path: Path, step: int) -> None:
     """Drops the lines of `step` and later ones. The file is replaced in one go; damaged lines go to FILE.damaged beside it."""
+    beside = path.with_name(f"{path.name}.damaged")
+    for link in (path, beside):
+        if link.is_symlink():  # it may lead to any file of the user's, which is neither read nor written
+            warn_once(f"{link} is a link, which a run does not follow: it is removed.")
+            link.unlink()
     if not path.exists():
         return
     lines = list(_lines(path))
     if damaged := b"".join(line for line, found in lines if found is None):
-        with path.with_name(f"{path.name}.damaged").open("ab") as file:
+        with open_to_append_bytes(beside) as file:
             file.write(damaged)
     write_whole(path, b"".join(line for line, found in lines if found is not None and found["step"] < step))
 

@@ -22,6 +22,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from ottava.untrusted.files import open_to_append
+
 FOLDER = "logs"
 START, ERROR, END = "--- start ", "--- error ", "--- end"
 
@@ -55,7 +57,7 @@ class RankLog(logging.Handler):
         with suppress(OSError):
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = self.path.open("a", encoding="utf-8", errors="backslashreplace")
+                self._file = open_to_append(self.path, errors="backslashreplace")
                 if not faulthandler.is_enabled():
                     faulthandler.enable(self._file)
                     self._catches_crashes = True

@@ -143,7 +143,10 @@ def write_report(folders: Sequence[str | Path], output: str | Path) -> Path:
         name = path.name if names.count(path.name) == 1 else f"{path.parent.name}/{path.name}"
         runs.append(load_run(path, COLOURS[i % len(COLOURS)], name))
     output = Path(output)
-    write_whole(output, page(runs))  # which replaces a link, and does not follow it out of a stranger's folder
+    try:
+        write_whole(output, page(runs))  # which replaces a link, and does not follow it out of a stranger's folder
+    except OSError as error:
+        raise ValueError(f"{output} cannot be written: {error.strerror}.") from error
     return output
 
 

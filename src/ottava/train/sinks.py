@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ottava.train.console import say
-from ottava.train.metrics import StepMetrics
+from ottava.train.metrics import StepMetrics, write_whole
 
 
 def missing(what: str, package: str, error: ImportError) -> ValueError:
@@ -118,8 +118,8 @@ class WandB:
         except ImportError as error:
             raise missing("metrics.wandb", "wandb", error) from error
         kept = run / "wandb-id"
-        identity = kept.read_text().strip() if kept.exists() else uuid.uuid4().hex[:8]
-        kept.write_text(identity)
+        identity = kept.read_text().strip() if kept.is_file() and not kept.is_symlink() else uuid.uuid4().hex[:8]
+        write_whole(kept, identity)
         options: dict[str, Any] = {"project": project, "mode": mode, "config": config, "name": run.name}
         self._run = wandb.init(dir=str(run), id=identity, resume="allow", **options)
 

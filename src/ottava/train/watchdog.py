@@ -221,10 +221,12 @@ class Watchdog:
 
     def _keep(self, text: str) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        with (self._folder / f"rank-{self._rank}.txt").open("w", encoding="utf-8") as file:
+        stacks, record = (self._folder / f"rank-{self._rank}{name}" for name in (".txt", "-collectives.json"))
+        for link in (path for path in (stacks, record) if path.is_symlink()):
+            link.unlink()  # in a folder that a stranger made it may lead to any file of the user's
+        with stacks.open("w", encoding="utf-8") as file:
             print(text, file=file, flush=True)
             faulthandler.dump_traceback(file=file, all_threads=True)
-        record = self._folder / f"rank-{self._rank}-collectives.json"
         record.write_text(torch_private.flight_record(), encoding="utf-8")
 
     def _kill(self, processes: Sequence[dict[str, Any]]) -> None:

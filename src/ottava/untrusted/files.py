@@ -99,13 +99,34 @@ def read_tail(path: Path, most: int = MOST_LOG_BYTES) -> str:
         return file.read(most).decode(errors="replace")
 
 
-def open_to_append(path: Path) -> TextIO:
+def open_to_append(path: Path, errors: str = "strict") -> TextIO:
     """A text file to add lines to. A link is not followed: in a folder that a stranger made it may lead to any file of the user's.
 
     >>> with open_to_append(Path("runs/debug/events.jsonl")) as file: ...
     """
+    return os.fdopen(_append(path), "a", encoding="utf-8", errors=errors)
+
+
+def open_to_append_bytes(path: Path) -> BinaryIO:
+    """The same for bytes, unbuffered.
+
+    >>> with open_to_append_bytes(Path("runs/debug/metrics.jsonl")) as file: ...
+    """
+    return os.fdopen(_append(path), "ab", buffering=0)  # type: ignore[return-value]
+
+
+def _append(path: Path) -> int:
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    return os.fdopen(os.open(path, flags, 0o666), "a", encoding="utf-8")
+    return os.open(path, flags, 0o666)
+
+
+def open_anew(path: Path) -> TextIO:
+    """A text file in the place of what is there, a link too: what that leads to stays as it is.
+
+    >>> with open_anew(Path("runs/debug/error-rank-0.txt")) as file: ...
+    """
+    path.unlink(missing_ok=True)
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "w", encoding="utf-8")
 
 
 def read_toml(path: Path) -> dict[str, Any]:
