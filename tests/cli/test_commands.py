@@ -31,6 +31,26 @@ def test_an_impossible_plan_is_exit_2(capsys):
     assert stopped.value.code == 2 and "fsdp2" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (
+            ["doctor", "--tmeout", "3"],
+            "ottava doctor: error: unrecognized arguments: --tmeout 3. Did you mean --timeout?",
+        ),
+        (
+            ["checkpoint", "reshard", "a", "b", "--shard=2", "--x"],
+            "ottava checkpoint reshard: error: unrecognized arguments: --x.",
+        ),
+        (["bench", "layer", "--sizes", "9"], "ottava bench layer: error: unrecognized arguments: --sizes 9."),
+    ],
+)
+def test_a_misspelt_option_is_told_by_its_command(capsys, words, said):
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == 2 and said in capsys.readouterr().err
+
+
 def test_a_dry_run_shows_mesh_size_and_memory(capsys):
     assert main(["train", "llama3-8b", "--parallel.ranks", "16", "--parallel.tp", "2", "--dry-run"]) == 0
     text = capsys.readouterr().out

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import sys
+from typing import NoReturn
 
 from ottava import __version__
 from ottava.bench import BENCHMARKS
@@ -67,8 +69,21 @@ def main(arguments: list[str] | None = None) -> int:
         from ottava.cli.train import run
 
         return run(words[1:])
-    options = _parser(words).parse_args(words)
+    parser = _parser(words)
+    options, unknown = parser.parse_known_args(words)
+    if unknown:
+        _refuse(parser, words, unknown)
     return options.run(options)
+
+
+def _refuse(parser: argparse.ArgumentParser, words: list[str], unknown: list[str]) -> NoReturn:
+    """Ends with exit code 2, the usage of the command that was named, and the option that may have been meant."""
+    for word in words:
+        commands = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+        parser = next((action.choices[word] for action in commands if word in action.choices), parser)
+    known = [option for option in parser._option_string_actions if option.startswith("--")]
+    near = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)
+    parser.error(f"unrecognized arguments: {' '.join(unknown)}." + (f" Did you mean {near[0]}?" if near else ""))
 
 
 if __name__ == "__main__":

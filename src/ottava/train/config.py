@@ -227,7 +227,7 @@ class TrainSection:
     global_batch: int = 16
     """Sequences of a step, over all ranks."""
     micro_batch: int = 8
-    """Sequences that one rank works on at a time."""
+    """Sequences that one rank works on at a time, at most: never more than it has of a step."""
     seed: int = 1234
     """Of first weights, order of data and dropout."""
     z_loss: float = 0.0
