@@ -70,7 +70,7 @@ def test_the_runs_of_a_sweep_differ_in_what_is_swept_and_lie_apart():
         with pytest.raises(ValueError, match=said):
             sweep(config(), [text])
     with pytest.raises(ValueError, match="cannot run this configuration"):  # every run of it has to be possible
-        Job(config(), "a", nodes=2, per_node=2, sweep=sweep(config(), ["train.micro_batch=2,8"]))
+        Job(config(), "a", nodes=2, per_node=2, sweep=sweep(config(), ["train.global_batch=8,6"]))
 
 
 def test_paths_mean_the_same_in_any_folder(tmp_path, monkeypatch):

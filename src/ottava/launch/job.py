@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
 from ottava.train.config import Config
+from ottava.train.config_checks import check_data_parallel
 
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 """Of a job: what a Kubernetes object, a Slurm job and a Ray run can all be called, with room for what the schedulers add."""
@@ -103,21 +104,15 @@ def why_not(config: Config, ranks: int) -> str | None:
     """Why `ranks` ranks cannot run a configuration; None if they can. What is known before there are ranks.
 
     >>> why_not(Config(train=TrainSection(global_batch=16, micro_batch=8)), 3)
-    'train.global_batch (16) must be a multiple of train.micro_batch (8) times the 3 data-parallel ranks: 24 or a multiple of it.'
+    'train.global_batch (16) must be a multiple of train.micro_batch (8) times the 3 data-parallel ranks: 24 or ...'
     """
     try:
         plan = config.plan().resolve(ranks)
+        data_ranks = plan.dp_replicate * plan.dp_shard
+        check_data_parallel(config.on_ranks(data_ranks), data_ranks)
     except ValueError as error:
         return str(error)
-    data_ranks, train = plan.dp_replicate * plan.dp_shard, config.train
-    if train.global_batch % (data_ranks * train.micro_batch):
-        return (
-            f"train.global_batch ({train.global_batch}) must be a multiple of train.micro_batch ({train.micro_batch}) times the "
-            f"{data_ranks} data-parallel ranks: {train.micro_batch * data_ranks} or a multiple of it."
-        )
-    if plan.strategy == "none" and data_ranks > 1:
-        return f"parallel.strategy 'none' reduces no gradients, but {data_ranks} ranks would see different data: use fsdp2 or ddp."
-    if train.cuda_graph and ranks > 1:
+    if config.train.cuda_graph and ranks > 1:
         return "train.cuda_graph needs one rank."
     return None
 
