@@ -38,6 +38,8 @@ def test_300_faults_are_of_all_kinds_phases_and_victims():
 def test_what_cannot_be_drawn_is_said():
     with pytest.raises(ValueError, match="no fault 'sigfoo'; there are sigkill"):
         draw(["sigfoo"], 1, 0, 2, 40)
+    with pytest.raises(ValueError, match="no phase 'sleep'; there are start, load"):
+        draw(["sigkill"], 1, 0, 2, 40, phases=["save", "sleep"])
     with pytest.raises(ValueError, match="None of the faults nan can come"):
         draw(["nan"], 1, 0, 2, 40, phases=["save"])
 

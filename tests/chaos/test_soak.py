@@ -86,6 +86,14 @@ def test_wrong_usage_is_said(tmp_path, capsys):
     assert "There is no fault 'sigfoo'" in capsys.readouterr().err
     assert main(["chaos", str(path), "--launcher", "mpirun"]) == 2
     assert "expected ottava or torchrun" in capsys.readouterr().err
+    assert main(["chaos", str(path), "--ranks", "2,two"]) == 2
+    assert "ottava chaos: --ranks two: expected numbers of ranks" in capsys.readouterr().err
+    for words in (["chaos", str(path), "--count", "0"], ["chaos", str(tmp_path / "none.toml")]):
+        with pytest.raises(SystemExit) as stopped:
+            main(words)
+        assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert "must be at least 1, got 0" in said and "ottava chaos: " in said and "none.toml cannot be read" in said
 
 
 def test_faults_that_need_root_are_skipped_by_name(tmp_path, monkeypatch):

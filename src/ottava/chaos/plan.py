@@ -93,6 +93,8 @@ def draw(
     """
     if unknown := sorted(set(kinds) - set(KINDS)):
         raise ValueError(f"There is no fault {unknown[0]!r}; there are {', '.join(KINDS)}.")
+    if unknown := sorted(set(phases) - set(PHASES)):
+        raise ValueError(f"There is no phase {unknown[0]!r}; there are {', '.join(PHASES)}.")
     chance = random.Random(f"{seed} {ranks} {steps}")
     drawn: list[tuple[str, str, int, int]] = []
     turns = {kind: chance.randrange(len(PHASES)) for kind in kinds}

@@ -8,6 +8,8 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from ottava.bench.options import count
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of `ottava chaos`."""
@@ -17,13 +19,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="configuration of a short run (train.run is not touched)")
     parser.add_argument("--faults", default="all", help=f"kinds, separated by commas, or all. {kinds}")
     parser.add_argument("--phases", default=",".join(PHASES), help="phases of a run in which they come (default: all)")
-    parser.add_argument("--count", type=int, default=16, metavar="N", help="how many (default: 16)")
+    parser.add_argument("--count", type=count, default=16, metavar="N", help="how many (default: 16)")
     parser.add_argument(
         "--seed", type=int, default=0, metavar="S", help="what is drawn is a function of it (default: 0)"
     )
     parser.add_argument("--ranks", default="2", help="ranks of the job, or several numbers, separated by commas")
     parser.add_argument("--launcher", default="ottava", help="ottava, torchrun, or both, separated by commas")
-    parser.add_argument("--per-run", type=int, default=4, metavar="N", help="faults that one run gets (default: 4)")
+    parser.add_argument("--per-run", type=count, default=4, metavar="N", help="faults that one run gets (default: 4)")
     parser.add_argument("--output", type=Path, help="JSON file for what was found")
     parser.add_argument("--work", type=Path, help="folder for the runs (default: a temporary one)")
     parser.set_defaults(run=_chaos)
@@ -44,6 +46,8 @@ def _chaos(options: argparse.Namespace) -> int:
             phases = [phase for phase in phases if phase != "evaluation"]
         if not config.checkpoint.every:
             phases = [phase for phase in phases if phase != "save"]
+        if wrong := [ranks for ranks in options.ranks.split(",") if not ranks.isdigit() or not int(ranks)]:
+            raise ValueError(f"--ranks {wrong[0]}: expected numbers of ranks, 1 or more, separated by commas.")
         places = [
             (launcher, int(ranks)) for launcher in options.launcher.split(",") for ranks in options.ranks.split(",")
         ]
@@ -52,10 +56,10 @@ def _chaos(options: argparse.Namespace) -> int:
         found = []
         with tempfile.TemporaryDirectory(prefix="ottava-chaos-") as temporary:
             for i, (launcher, ranks) in enumerate(places):
-                count = options.count // len(places) + (i < options.count % len(places))
-                runs = draw(kinds, count, options.seed + i, ranks, config.train.steps, phases, options.per_run)
+                share = options.count // len(places) + (i < options.count % len(places))
+                runs = draw(kinds, share, options.seed + i, ranks, config.train.steps, phases, options.per_run)
                 work = (options.work or Path(temporary)) / f"{launcher}-{ranks}"
-                print(f"--- {count} faults on {ranks} ranks, {launcher}", flush=True)
+                print(f"--- {share} faults on {ranks} ranks, {launcher}", flush=True)
                 campaign = Campaign(replace(config), ranks, launcher, work, lambda text: print(text, flush=True))
                 found.append((campaign, campaign.run(runs)))
     except ValueError as error:
