@@ -14,7 +14,8 @@ from torch import Tensor
 from ottava.quant.scheme import Scheme
 from ottava.quant.tensor import QuantizedTensor
 from ottava.quant.weight import State, Weight, upright
-from ottava.quant.weight_memory import ROWWISE, Extent
+from ottava.quant.weight_memory import ROWWISE
+from ottava.quant.weight_place import Extent
 
 __all__ = ["DirectionStorage", "IdentityTensorStorage"]
 

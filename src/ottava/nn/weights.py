@@ -33,7 +33,8 @@ from ottava.quant.scheme import Scheme, weight_scheme
 from ottava.quant.state import CURRENT
 from ottava.quant.tensor import QuantizedTensor
 from ottava.quant.weight import Weight, join_parts, link_parts, mark_written, tensors_of, upright
-from ottava.quant.weight_memory import COLUMNWISE, ROWWISE, Extent, Groups, WeightMemory, blocks_of
+from ottava.quant.weight_memory import COLUMNWISE, ROWWISE, Groups, WeightMemory
+from ottava.quant.weight_place import Extent, blocks_of
 
 InitMethod = Callable[[Tensor], Any]
 ENTRIES = ("scale_inv", "amax", "format", "columnwise", "columnwise_scale_inv")

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from ottava import torch_private
 from ottava.notices import warn_once
+from ottava.quant.scale_group import ScaleGroup
 from ottava.quant.scheme import Scheme
 from ottava.quant.tensor import QUANTIZED_HANDLERS, QuantizedTensor
 from ottava.quant.weight_gather import UNQUANTIZED, GatherState, fill, fill_rows, messages
@@ -39,14 +40,12 @@ from ottava.quant.weight_memory import (
     COLUMNWISE,
     ROWWISE,
     TENSOR_NAMES,
-    Extent,
-    Place,
-    ScaleGroup,
     WeightMemory,
     in_gemm_layout,
     joined_scale_inv,
     written_over,
 )
+from ottava.quant.weight_place import Extent, Place
 from ottava.quant.weight_renew import renew
 
 __all__ = [
