@@ -31,7 +31,8 @@ from ottava.quant.recompute import forward_scale
 from ottava.quant.scheme import Scheme
 from ottava.quant.state import CURRENT
 from ottava.quant.tensor import QuantizedTensor
-from ottava.quant.weight import State, Weight, as_one_matrix, link_copies, one_matrix
+from ottava.quant.weight import State, Weight
+from ottava.quant.weight_parts import as_one_matrix, link_copies, one_matrix
 from ottava.recipe import Recipe
 
 InitMethod = Callable[[Tensor], Any]

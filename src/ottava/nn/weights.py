@@ -32,9 +32,12 @@ from ottava.nn.strategy import REPLICATED, Layout, like_dtensor
 from ottava.quant.scheme import Scheme, weight_scheme
 from ottava.quant.state import CURRENT
 from ottava.quant.tensor import QuantizedTensor
-from ottava.quant.weight import Weight, join_parts, link_parts, mark_written, tensors_of, upright
+from ottava.quant.weight import Weight
 from ottava.quant.weight_memory import COLUMNWISE, ROWWISE, Groups, WeightMemory
+from ottava.quant.weight_operands import tensors_of, upright
+from ottava.quant.weight_parts import join_parts, link_parts
 from ottava.quant.weight_place import Extent, blocks_of
+from ottava.quant.weight_writes import mark_written
 
 InitMethod = Callable[[Tensor], Any]
 ENTRIES = ("scale_inv", "amax", "format", "columnwise", "columnwise_scale_inv")

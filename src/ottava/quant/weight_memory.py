@@ -6,7 +6,6 @@ rank has ([Note: extent of scales]). What all parameters of the matrix share, it
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,6 +26,7 @@ TENSOR_NAMES = (
     "tensor_amax",
     "tensor_scale_inv",
 )
+"""Of the tensors that a stored weight is made of, as torch.compile asks for them: see `WeightMemory.named_tensors`."""
 Groups = tuple[Any, ...]
 """Process groups over which something is reduced one after the other."""
 
@@ -422,24 +422,3 @@ class WeightMemory:
         amax = parts.get("rowwise_amax", self.group.amax)
         operand = parts["rowwise_data"], parts["rowwise_scale_inv"], amax
         return torch.ops.ottava.dequantize(*operand, str(self.scheme), dtype)
-
-
-def joined_scale_inv(parts: Sequence[WeightMemory], direction: str) -> Tensor:
-    """Scales of the units of all parts, one under the other, as rows and columns of the matrix."""
-    boxes = [part.place.box(Extent.UNIT) for part in parts]
-    if parts[0].scheme.block is None:
-        return parts[0].group.scale_inv
-    block = parts[0].block(direction)
-    if parts[0].extent(direction) is Extent.MATRIX and all(a[0] + a[2] == b[0] for a, b in itertools.pairwise(boxes)):
-        top, left, _, columns = boxes[0]
-        return parts[0].scale_inv(direction, (top, left, sum(box[2] for box in boxes), columns))
-    step = grid_step(block, boxes)
-    scales = [part.scale_inv(direction, box, step) for part, box in zip(parts, boxes)]
-    return scales[0] if len(scales) == 1 else torch.cat(scales)
-
-
-def in_gemm_layout(scale: Tensor, scheme: Scheme) -> Tensor:
-    """float32 scales of 1-D blocks lie with the row index fastest, as the block GEMM reads them; others are contiguous."""
-    if scale.dim() == 2 and scheme.two_copies and scale.dtype == torch.float32:
-        return scale.t().contiguous().t()
-    return scale.contiguous()
