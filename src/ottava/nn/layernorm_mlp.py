@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ottava import torch_private
-from ottava.nn.base import InitMethod, QuantizedModule, default_device
+from ottava.nn.base import QuantizedModule, default_device
 from ottava.nn.core import gated, run_chain
+from ottava.nn.draw import InitMethod
 from ottava.nn.options import OverlapOptions, ParallelOptions, check_norm, check_recompute, refuse_delayed_wgrad
 from ottava.nn.parallel_module import join_meshes
 from ottava.nn.stage import Norm, Stage

@@ -13,7 +13,7 @@ from ottava.kernels.residual import bias_residual
 from ottava.nn import attention_mask as masks
 from ottava.nn.attention import FORMATS
 from ottava.nn.attention_documents import PackedDocuments
-from ottava.nn.base import InitMethod
+from ottava.nn.draw import InitMethod
 from ottava.nn.layernorm import LayerNorm, RMSNorm
 from ottava.nn.layernorm_mlp import LayerNormMLP
 from ottava.nn.multi_head_attention import (
