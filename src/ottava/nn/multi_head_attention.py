@@ -10,8 +10,10 @@ from torch import Tensor
 
 from ottava.kernels import attention_backend as backends
 from ottava.nn import attention_mask as masks
-from ottava.nn.attention import FORMATS, DotProductAttention, check_heads, documents_backend
+from ottava.nn.attention import DotProductAttention
 from ottava.nn.attention_documents import PackedDocuments
+from ottava.nn.attention_packed import documents_backend
+from ottava.nn.attention_request import FORMATS, check_heads
 from ottava.nn.base import InitMethod
 from ottava.nn.layernorm import LayerNorm, RMSNorm
 from ottava.nn.layernorm_linear import LayerNormLinear

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ottava.kernels.residual import bias_residual
 from ottava.nn import attention_mask as masks
-from ottava.nn.attention import FORMATS
 from ottava.nn.attention_documents import PackedDocuments
+from ottava.nn.attention_request import FORMATS
 from ottava.nn.base import InitMethod
 from ottava.nn.layernorm import LayerNorm, RMSNorm
 from ottava.nn.layernorm_mlp import LayerNormMLP
