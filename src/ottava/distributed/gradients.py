@@ -83,7 +83,8 @@ def _norm(model: nn.Module, max_norm: float, clips: bool) -> Tensor | tuple[Tens
     if isinstance(model, FullyShardedDataParallel) and not split:
         return model.clip_grad_norm_(max_norm if clips else math.inf)
     in_parts = split and not any(isinstance(gradient, DTensor) for gradient, _ in held)
-    if in_parts or (held and held[0][0].is_cuda and not clips):
+    devices = {gradient.device.type for gradient, _ in held}
+    if in_parts or devices == {"cpu"} or (devices == {"cuda"} and not clips):
         shards = (model.process_group,) if isinstance(model, FullyShardedDataParallel) else ()
         found = norm_and_scale([part_of(gradient, group, shards) for gradient, group in held], max_norm)
         return found[0], found[1]
