@@ -23,7 +23,8 @@ def test_the_norm_is_the_same_however_gradients_are_cut() -> None:
     for _ in range(20):
         gradient = torch.randn(96, 50, generator=generator) * torch.rand(96, 1, generator=generator)
         norms = {
-            float(norm_and_scale([(part, ()) for part in gradient.split(rows)], 1.0)[0]) for rows in (96, 48, 32, 24, 7, 1)
+            float(norm_and_scale([(part, ()) for part in gradient.split(rows)], 1.0)[0])
+            for rows in (96, 48, 32, 24, 7, 1)
         }
         assert len(norms) == 1
 

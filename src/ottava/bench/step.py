@@ -183,7 +183,9 @@ class Entry:
 
 def _collect() -> None:
     """What a contender leaves behind in cycles goes now, not in the middle of the next one."""
-    for _ in range(2):  # FP8 copies of weights are in cycles of their own, which a parameter holds until it is collected
+    for _ in range(
+        2
+    ):  # FP8 copies of weights are in cycles of their own, which a parameter holds until it is collected
         gc.collect()
     torch.compiler.reset()
     timing.reset_memory()

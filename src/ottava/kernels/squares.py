@@ -55,5 +55,8 @@ def _norm_and_scale_cuda(squares: Tensor, max_norm: float) -> Tensor:
 
 
 norm_and_scale = define(
-    "norm_and_scale", _norm_and_scale, lambda squares, max_norm: squares.new_empty(2, dtype=torch.float32), _norm_and_scale_cuda
+    "norm_and_scale",
+    _norm_and_scale,
+    lambda squares, max_norm: squares.new_empty(2, dtype=torch.float32),
+    _norm_and_scale_cuda,
 )

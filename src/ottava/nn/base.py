@@ -15,13 +15,14 @@ from ottava.kernels.cast import Buffers, operand_amax
 from ottava.kernels.registry import plain_functions
 from ottava.nn.columnwise import WeightSource, source_of_weight
 from ottava.nn.construction import ORDER
+from ottava.nn.delayed_columns import DelayedTensors
 from ottava.nn.direct import direct
 from ottava.nn.draw import check_local
 from ottava.nn.follows_autocast import FollowsAutocast
 from ottava.nn.initialize import materialize_
 from ottava.nn.parallel_module import ParallelModule
 from ottava.nn.saves_weights import SavesWeights
-from ottava.nn.stage import Chain, DelayedTensors, Stage, StageTensors, Texts, count_into
+from ottava.nn.stage import Chain, Stage, StageTensors, Texts, count_into
 from ottava.nn.strategy import backend, local
 from ottava.notices import warn_once
 from ottava.quant.delayed import DelayedState
