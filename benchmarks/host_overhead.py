@@ -28,9 +28,10 @@ from torch import Tensor, nn
 import ottava
 from ottava import torch_private
 from ottava.bench.layer import RECIPES, Layers, Shape
-from ottava.graphs import callables
+from ottava.graphs import graphed_module
 from ottava.graphs.addresses import Addresses
 from ottava.graphs.gradient_copies import GradientCopies
+from ottava.graphs.recorded_pass import Replayed
 from ottava.kernels import registry
 from ottava.quant import delayed
 
@@ -209,13 +210,13 @@ class _Parts:
     """Where the host's time of a graphed module goes, by function, while in a `with` block: a clock around each."""
 
     WATCHED = (
-        (callables._GraphedModule, "_given"),
+        (graphed_module.GraphedModule, "_given"),
         (Addresses, "hold"),
-        (callables._Replayed, "forward"),
-        (callables._Replayed, "backward"),
+        (Replayed, "forward"),
+        (Replayed, "backward"),
         (torch.cuda.CUDAGraph, "replay"),
         (GradientCopies, "__call__"),
-        (callables, "replayed_forward"),
+        (graphed_module, "replayed_forward"),
         (delayed, "_update"),
     )
 

@@ -1,6 +1,6 @@
 """Every private torch API that Ottava uses, in one place.
 
-`tests/test_torch_private.py` exercises each function here, so a torch release that changes one of them fails loudly there.
+`tests/torch_private/` exercises each function here, so a torch release that changes one of them fails loudly there.
 """
 
 from __future__ import annotations

@@ -29,9 +29,12 @@ from distributed.fsdp_cases import (
 from distributed.ranks import Ranks
 from ottava.distributed import fsdp
 from ottava.quant import weight_gather, weight_renew
+from ottava.quant.scale_group import ScaleGroup
 from ottava.quant.scheme import Scheme
-from ottava.quant.weight import State, Weight, fresh, note_made
-from ottava.quant.weight_memory import Place, ScaleGroup, WeightMemory
+from ottava.quant.weight import State, Weight
+from ottava.quant.weight_memory import WeightMemory
+from ottava.quant.weight_place import Place
+from ottava.quant.weight_state import fresh, note_made
 
 
 def wire_bytes(name: str) -> tuple[int, int, int] | None:

@@ -9,7 +9,8 @@ import torch
 
 import ottava
 from ottava import recipe
-from ottava.quant.weight import Weight, fresh, note_made
+from ottava.quant.weight import Weight
+from ottava.quant.weight_state import fresh, note_made
 
 RANK = """
 import os

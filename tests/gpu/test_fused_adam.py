@@ -14,7 +14,8 @@ from optimizers.test_left_out_step import left_out
 from ottava import recipe
 from ottava.optimizers import FusedAdam
 from ottava.optimizers.gradient_norm import norm_and_scale
-from ottava.quant.weight import Weight, note_made
+from ottava.quant.weight import Weight
+from ottava.quant.weight_state import note_made
 
 pytestmark = pytest.mark.gpu
 

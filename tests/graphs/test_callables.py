@@ -12,7 +12,8 @@ import torch
 import ottava
 from ottava import recipe
 from ottava.graphs import Rerun
-from ottava.graphs.callables import _Options, graph_modules
+from ottava.graphs.callables import graph_modules
+from ottava.graphs.options import Options
 from ottava.quant.delayed import DelayedState
 
 RECIPES = {
@@ -72,7 +73,7 @@ def test_training_with_graphs_gives_the_same_bits(kind: str, name: str, caching:
     module = _make(kind)
     plain = copy.deepcopy(module)
     sample = torch.randn(32, 4, HIDDEN, requires_grad=True)
-    options = _Options(enabled=chosen is not None, recipe=chosen, caching=caching)
+    options = Options(enabled=chosen is not None, recipe=chosen, caching=caching)
     graphed = graph_modules(module, (sample,), None, options, Rerun())
     assert graphed is module
     assert _equal(_train(graphed, chosen, caching), _train(plain, chosen, caching))
@@ -83,7 +84,7 @@ def test_recording_leaves_no_trace() -> None:
     before = [t.clone() for t in (*module.parameters(), *module.buffers())]
     sample = torch.randn(32, 4, HIDDEN, requires_grad=True)
     random = torch.get_rng_state()
-    graph_modules(module, (sample,), None, _Options(enabled=True, recipe=RECIPES["delayed"]), Rerun())
+    graph_modules(module, (sample,), None, Options(enabled=True, recipe=RECIPES["delayed"]), Rerun())
     assert _equal(before, [*module.parameters(), *module.buffers()])
     assert torch.equal(random, torch.get_rng_state())
     assert all(p.grad is None for p in module.parameters()) and sample.grad is None
@@ -92,7 +93,7 @@ def test_recording_leaves_no_trace() -> None:
 def test_delayed_scales_change_once_an_autocast_however_many_replays_are_inside() -> None:
     chosen = RECIPES["delayed"]
     graphed, plain = _make("linear"), _make("linear")
-    graph_modules(graphed, (torch.randn(8, HIDDEN),), None, _Options(enabled=True, recipe=chosen), Rerun())
+    graph_modules(graphed, (torch.randn(8, HIDDEN),), None, Options(enabled=True, recipe=chosen), Rerun())
     for module in (graphed, plain):
         with ottava.autocast(recipe=chosen):
             module(torch.ones(8, HIDDEN))
@@ -106,7 +107,7 @@ def test_the_updates_of_a_layer_are_one_launch_each_way() -> None:
     layers = [_make("layer"), _make("layer")]
     sample = torch.randn(32, 4, HIDDEN, requires_grad=True)
     chosen = RECIPES["delayed"]
-    graph_modules(tuple(layers), ((sample,), (sample,)), None, _Options(enabled=True, recipe=chosen), Rerun())
+    graph_modules(tuple(layers), ((sample,), (sample,)), None, Options(enabled=True, recipe=chosen), Rerun())
     launched = []
     for number, layer in enumerate(layers):
         states = [m for m in layer.modules() if isinstance(m, DelayedState)]
@@ -129,7 +130,7 @@ def test_the_updates_of_a_layer_are_one_launch_each_way() -> None:
 def test_an_update_by_another_recipe_is_not_the_recorded_one() -> None:
     first, other = RECIPES["delayed"], recipe.DelayedScaling(margin=2, amax_history_len=4)
     graphed, plain = _make("linear"), _make("linear")
-    graph_modules(graphed, (torch.randn(8, HIDDEN),), None, _Options(enabled=True, recipe=first), Rerun())
+    graph_modules(graphed, (torch.randn(8, HIDDEN),), None, Options(enabled=True, recipe=first), Rerun())
     for module in (graphed, plain):
         with torch.enable_grad(), ottava.autocast(recipe=other):
             type(module).forward(module, torch.full((8, HIDDEN), 3.0))
@@ -139,7 +140,7 @@ def test_an_update_by_another_recipe_is_not_the_recorded_one() -> None:
 def test_without_autocast_around_a_replay_updates_by_itself() -> None:
     chosen = RECIPES["delayed"]
     graphed, plain = _make("linear"), _make("linear")
-    graph_modules(graphed, (torch.randn(8, HIDDEN),), None, _Options(enabled=True, recipe=chosen), Rerun())
+    graph_modules(graphed, (torch.randn(8, HIDDEN),), None, Options(enabled=True, recipe=chosen), Rerun())
     x = torch.full((8, HIDDEN), 3.0)
     with ottava.autocast(recipe=chosen):
         expected = plain(x)
@@ -150,7 +151,7 @@ def test_two_modules_are_graphed_together_and_pass_gradients_on() -> None:
     chosen = RECIPES["current"]
     made = [(_make("linear"), _make("mlp")) for _ in range(2)]
     sample = torch.randn(8, HIDDEN, requires_grad=True)
-    graph_modules(made[0], ((sample,), (sample,)), None, _Options(enabled=(True, False), recipe=chosen), Rerun())
+    graph_modules(made[0], ((sample,), (sample,)), None, Options(enabled=(True, False), recipe=chosen), Rerun())
     found = []
     for first, second in made:
         x = torch.ones(8, HIDDEN, requires_grad=True)
@@ -164,7 +165,7 @@ def test_two_modules_are_graphed_together_and_pass_gradients_on() -> None:
 
 def test_is_first_microbatch_none_is_what_a_call_without_it_is() -> None:
     module, plain = _make("linear"), _make("linear")
-    graph_modules(module, (torch.randn(8, HIDDEN),), None, _Options(), Rerun())
+    graph_modules(module, (torch.randn(8, HIDDEN),), None, Options(), Rerun())
     x = torch.randn(8, HIDDEN)
     assert torch.equal(module(x, is_first_microbatch=None), plain(x))
 
@@ -174,9 +175,7 @@ def test_hooks_at_capture_time_run_then_and_never_again() -> None:
     kinds = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
     hooks = [{kind: {0: lambda m, kind=kind: seen.append(kind)} for kind in kinds}]
     module = _make("linear")
-    options = _Options(
-        warm_ups=1, before_warm_up=lambda: seen.append("begin"), after_warm_up=lambda: seen.append("end")
-    )
+    options = Options(warm_ups=1, before_warm_up=lambda: seen.append("begin"), after_warm_up=lambda: seen.append("end"))
     graph_modules(module, (torch.randn(8, HIDDEN, requires_grad=True),), None, options, Rerun(), hooks)
     assert seen == ["begin", *kinds, "end", *kinds]
     module(torch.randn(8, HIDDEN)).sum().backward()
@@ -190,7 +189,7 @@ def test_gradients_that_go_into_main_grad_are_added_by_replays_alone() -> None:
         module = ottava.Linear(HIDDEN, HIDDEN, bias=False, fuse_wgrad_accumulation=True, device="cpu")
         module.weight.main_grad = torch.ones(HIDDEN, HIDDEN)
         modules.append(module)
-    graph_modules(modules[0], (torch.randn(8, HIDDEN),), None, _Options(), Rerun())
+    graph_modules(modules[0], (torch.randn(8, HIDDEN),), None, Options(), Rerun())
     assert modules[0].weight.main_grad.eq(1).all()
     x = torch.randn(8, HIDDEN)
     for module in modules:
@@ -202,7 +201,7 @@ def test_gradients_that_go_into_main_grad_are_added_by_replays_alone() -> None:
 
 def test_gradients_accumulate_and_outlive_the_next_replay() -> None:
     module = _make("linear")
-    graph_modules(module, (torch.randn(8, HIDDEN, requires_grad=True),), None, _Options(), Rerun())
+    graph_modules(module, (torch.randn(8, HIDDEN, requires_grad=True),), None, Options(), Rerun())
     x = torch.ones(8, HIDDEN, requires_grad=True)
     module(x).sum().backward()
     gradient, of_input = module.weight.grad.clone(), x.grad.clone()
@@ -213,7 +212,7 @@ def test_gradients_accumulate_and_outlive_the_next_replay() -> None:
 def test_gradients_are_copied_once() -> None:
     """Autograd keeps the copies that it is given, instead of copying them again."""
     module = _make("mlp")
-    graph_modules(module, (torch.randn(8, HIDDEN, requires_grad=True),), None, _Options(), Rerun())
+    graph_modules(module, (torch.randn(8, HIDDEN, requires_grad=True),), None, Options(), Rerun())
     module(torch.randn(8, HIDDEN)).sum().backward()
     vectors = [p.grad for p in module.parameters() if p.dim() == 1]
     assert len(vectors) == 4 and len({g.untyped_storage().data_ptr() for g in vectors}) == 1
@@ -250,7 +249,7 @@ def test_calls_are_served_whatever_holds_their_tensors(args: Any, kwargs: Any) -
         )
 
     module, plain = _Sum(), _Sum()
-    graph_modules(module, filled(args), filled(kwargs), _Options(allow_unused_input=True), Rerun())
+    graph_modules(module, filled(args), filled(kwargs), Options(allow_unused_input=True), Rerun())
     for _ in range(2):
         given, named = filled(args), filled(kwargs)
         named = dict(reversed(named.items()))
@@ -271,7 +270,7 @@ def test_the_python_of_a_replay_does_not_grow_with_the_parameters() -> None:
             module = torch.nn.Sequential(*(_make("linear") for _ in range(layers)))
             x = torch.randn(8, HIDDEN, requires_grad=True)
             chosen = RECIPES[name]
-            graph_modules(module, (x,), None, _Options(enabled=chosen is not None, recipe=chosen), _Nothing())
+            graph_modules(module, (x,), None, Options(enabled=chosen is not None, recipe=chosen), _Nothing())
             with ottava.autocast(enabled=chosen is not None, recipe=chosen):
                 module(x).sum().backward()
             found[name, layers] = _calls(lambda module=module, x=x, chosen=chosen: _step(module, x, chosen))
@@ -311,7 +310,7 @@ def _calls(function: Any) -> int:
 
 def test_evaluation_and_no_grad_run_the_module_itself() -> None:
     module, plain = _make("linear"), _make("linear")
-    graph_modules(module, (torch.randn(8, HIDDEN),), None, _Options(), Rerun())
+    graph_modules(module, (torch.randn(8, HIDDEN),), None, Options(), Rerun())
     other = torch.randn(3, HIDDEN)
     with torch.no_grad():
         assert torch.equal(module(other), plain(other))
@@ -333,7 +332,7 @@ def test_evaluation_and_no_grad_run_the_module_itself() -> None:
 )
 def test_calls_that_a_graph_cannot_serve_are_named(call: Any, said: str) -> None:
     module = _make("linear")
-    graph_modules(module, (torch.randn(8, HIDDEN),), None, _Options(enabled=True, recipe=RECIPES["current"]), Rerun())
+    graph_modules(module, (torch.randn(8, HIDDEN),), None, Options(enabled=True, recipe=RECIPES["current"]), Rerun())
     with pytest.raises(ValueError, match=said):
         call(module)
 
@@ -363,7 +362,7 @@ def test_what_is_not_offered_raises(options: dict[str, Any], said: str, monkeypa
 
 def test_casts_that_torch_keeps_are_not_recorded() -> None:
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="cache_enabled=False"):
-        graph_modules(_make("linear"), (torch.randn(8, HIDDEN),), None, _Options(), Rerun())
+        graph_modules(_make("linear"), (torch.randn(8, HIDDEN),), None, Options(), Rerun())
 
 
 def test_without_a_gpu_it_says_so() -> None:
@@ -379,7 +378,7 @@ def test_stored_weights_stay_where_they_are_when_an_optimizer_writes_them() -> N
             module = ottava.LayerNormMLP(HIDDEN, 2 * HIDDEN, activation="swiglu", device="cpu")
         plain = copy.deepcopy(module)
         sample = torch.randn(32, 4, HIDDEN, requires_grad=True)
-        graph_modules(module, (sample,), None, _Options(enabled=True, recipe=chosen), Rerun())
+        graph_modules(module, (sample,), None, Options(enabled=True, recipe=chosen), Rerun())
         assert _equal(_optimized(module, chosen), _optimized(plain, chosen))
 
 

@@ -23,7 +23,8 @@ from ottava.optimizers.adam_update import Update
 from ottava.optimizers.fused_step import mark_written
 from ottava.optimizers.moments import MomentFormat
 from ottava.quant.tensor import QuantizedTensor
-from ottava.quant.weight import Weight, note_made
+from ottava.quant.weight import Weight
+from ottava.quant.weight_state import note_made
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ottava.nn import core
 from ottava.nn import product as products
+from ottava.nn import wgrad
 from ottava.overlap import Engine, VirtualLink, bulk, wrapping
 from ottava.overlap.engine import Multiply, Operands
 from overlap.cases import Case, build, options
@@ -38,11 +38,11 @@ def stretched(seconds_per_row: float) -> Iterator[None]:
         time.sleep(max(0.0, began + operations * seconds_per_row - time.perf_counter()))
         return out
 
-    products.product, core.product = product, product  # type: ignore[assignment]
+    products.product, wgrad.product = product, product  # type: ignore[assignment]
     try:
         yield
     finally:
-        products.product, core.product = real, real  # type: ignore[assignment]
+        products.product, wgrad.product = real, real  # type: ignore[assignment]
 
 
 class Sequential(Engine):

@@ -7,8 +7,11 @@ import torch
 
 from ottava import recipe
 from ottava.quant.scheme import weight_scheme
-from ottava.quant.weight import Weight, join_parts, note_made, operands, tensors_of
+from ottava.quant.weight import Weight
+from ottava.quant.weight_operands import operands, tensors_of
+from ottava.quant.weight_parts import join_parts
 from ottava.quant.weight_renew import renew
+from ottava.quant.weight_state import note_made
 
 RECIPES = [
     recipe.Float8CurrentScaling(),

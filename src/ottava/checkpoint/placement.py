@@ -33,7 +33,8 @@ from ottava.distributed.whole import layout_of
 from ottava.kernels.block_moment import scale_shape, scales_at
 from ottava.nn.initialize import WRAPPERS
 from ottava.quant.weight import Weight
-from ottava.quant.weight_memory import COLUMNWISE, WeightMemory, blocks_of
+from ottava.quant.weight_memory import COLUMNWISE, WeightMemory
+from ottava.quant.weight_place import blocks_of
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from ottava.checkpoint.placement import Placed, modules_of, placed_parameters
 from ottava.distributed.fsdp import keeps_copies, refresh
 from ottava.nn.random_streams import CudaRNGStatesTracker
 from ottava.nn.rotary import RotaryPositionEmbedding
-from ottava.nn.weights import weight_format
+from ottava.nn.weight_entries import weight_format
 from ottava.optimizers import FusedAdam
 from ottava.quant.delayed import DelayedState
 from ottava.quant.weight import Weight

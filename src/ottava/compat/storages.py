@@ -13,8 +13,10 @@ from torch import Tensor
 
 from ottava.quant.scheme import Scheme
 from ottava.quant.tensor import QuantizedTensor
-from ottava.quant.weight import State, Weight, upright
-from ottava.quant.weight_memory import ROWWISE, Extent
+from ottava.quant.weight import State, Weight
+from ottava.quant.weight_memory import ROWWISE
+from ottava.quant.weight_operands import upright
+from ottava.quant.weight_place import Extent
 
 __all__ = ["DirectionStorage", "IdentityTensorStorage"]
 

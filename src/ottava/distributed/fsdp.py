@@ -11,7 +11,8 @@ once a step, with one or two MAX all-reduces for the whole model. A model that w
     loss.backward()
     optimizer.step()                             # the next forward renews the FP8 copies first
 
-The parameters are `quant.weight.Weight`s, whose [Note: states of a weight] says what each rank holds; `quant.weight_gather` what travels.
+The parameters are `quant.weight.Weight`s: `quant.weight_state` says what a rank holds ([Note: states of a weight]), `quant.weight_gather`
+what travels.
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ from ottava.overlap.collectives import FixedOrderReduceScatter
 from ottava.quant.quantization import Quantization
 from ottava.quant.scheme import Scheme, weight_scheme
 from ottava.quant.state import CURRENT
-from ottava.quant.weight import Weight, fresh, join_parts, note_made
+from ottava.quant.weight import Weight
+from ottava.quant.weight_parts import join_parts
 from ottava.quant.weight_renew import renew
+from ottava.quant.weight_state import fresh, note_made
 from ottava.recipe import Recipe
 
 __all__ = ["attach", "refresh", "shard_model"]

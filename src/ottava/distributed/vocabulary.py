@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ottava.distributed.cross_entropy import vocab_parallel_cross_entropy
-from ottava.nn.base import InitMethod, default_device
+from ottava.nn.base import default_device
+from ottava.nn.draw import InitMethod
 from ottava.nn.initialize import InitSlice, ZeroRows, as_method, draw_
 from ottava.nn.strategy import Layout
 from ottava.overlap.collectives import (

@@ -7,8 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ottava.nn.base import QuantizedModule
-from ottava.nn.weights import held
-from ottava.quant.weight import Weight, tensors_of
+from ottava.nn.held import held
+from ottava.quant.weight import Weight
+from ottava.quant.weight_operands import tensors_of
 
 
 class Addresses:

@@ -381,7 +381,7 @@ def block_of(scale_inv: Tensor, scheme: Scheme, shape: torch.Size | tuple[int, i
     """Rows and columns of values [shape] that one number of `scale_inv` stands for.
 
     The scheme's block, or a smaller one: of a part that begins inside of a block of the whole matrix (a tensor-parallel rank's), scales
-    come on a finer grid, which divides the part evenly (`quant.weight_memory.grid_step`).
+    come on a finer grid, which divides the part evenly (`quant.weight_place.grid_step`).
     """
     assert scheme.block is not None
     usual = scheme.scale_shape(*shape)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
 from ottava import torch_private
 from ottava.kernels import attention_backend as backends
-from ottava.kernels.attention_fp8 import CHANNELS
+from ottava.kernels.attention_fp8 import CHANNELS, fp8_attention
 from ottava.kernels.registry import has_triton
 from ottava.nn.follows_autocast import FollowsAutocast
+from ottava.nn.random_replay import perhaps_again
 from ottava.notices import warn_once
 from ottava.quant.quantization import AttentionScales, Quantization
 
@@ -37,6 +40,27 @@ def runs(obstacle: str | None) -> bool:
         return True
     _say(f"ottava: fp8_dpa=True, but attention runs in the activation dtype: {obstacle}.")
     return False
+
+
+def attend(
+    scales: AttentionScales,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: tuple[Tensor, Tensor] | None,
+    options: dict[str, Any],
+    recompute: bool,
+) -> Tensor:
+    """Attention in FP8, where `unfit` has found nothing. bounds: of each token's document. options: as `unfit` takes them."""
+
+    def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return fp8_attention(q, k, v, bounds=bounds, **options, **scales._asdict())
+
+    if q.is_cuda and not torch.compiler.is_compiling():
+        backends.say_once(
+            f"ottava: attention with heads of {q.shape[-1]} channels runs in FP8, its backward in {q.dtype}."
+        )
+    return perhaps_again(core, recompute, q, k, v)
 
 
 @torch_private.constant_when_traced

@@ -13,15 +13,16 @@ from ottava import torch_private
 from ottava.kernels import tally
 from ottava.kernels.cast import Buffers, operand_amax
 from ottava.kernels.registry import plain_functions
-from ottava.nn import weights
 from ottava.nn.columnwise import WeightSource, source_of_weight
 from ottava.nn.construction import ORDER
+from ottava.nn.delayed_columns import DelayedTensors
 from ottava.nn.direct import direct
 from ottava.nn.draw import check_local
 from ottava.nn.follows_autocast import FollowsAutocast
 from ottava.nn.initialize import materialize_
 from ottava.nn.parallel_module import ParallelModule
-from ottava.nn.stage import Chain, DelayedTensors, Stage, StageTensors, Texts, count_into
+from ottava.nn.saves_weights import SavesWeights
+from ottava.nn.stage import Chain, Stage, StageTensors, Texts, count_into
 from ottava.nn.strategy import backend, local
 from ottava.notices import warn_once
 from ottava.quant.delayed import DelayedState
@@ -31,10 +32,9 @@ from ottava.quant.recompute import forward_scale
 from ottava.quant.scheme import Scheme
 from ottava.quant.state import CURRENT
 from ottava.quant.tensor import QuantizedTensor
-from ottava.quant.weight import State, Weight, as_one_matrix, link_copies, one_matrix
+from ottava.quant.weight import State, Weight
+from ottava.quant.weight_parts import as_one_matrix, link_copies, one_matrix
 from ottava.recipe import Recipe
-
-InitMethod = Callable[[Tensor], Any]
 
 
 def default_device(device: torch.device | str | None) -> torch.device:
@@ -45,11 +45,6 @@ def default_device(device: torch.device | str | None) -> torch.device:
     if chosen.type == "cpu" and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return chosen
-
-
-def default_init(weight: Tensor) -> Tensor:
-    """Normal with a standard deviation of 0.023, TransformerEngine's default."""
-    return nn.init.normal_(weight, mean=0.0, std=0.023)
 
 
 def feature_multiple(recipe: Recipe) -> int:
@@ -99,7 +94,7 @@ class _KeptChain(NamedTuple):
     chain: Chain
 
 
-class QuantizedModule(FollowsAutocast, weights.WeightModule, ParallelModule):
+class QuantizedModule(FollowsAutocast, SavesWeights, ParallelModule):
     """Base of the modules that multiply by weights: `Linear`, `LayerNormLinear`, `LayerNormMLP`, `GroupedLinear`."""
 
     _gated_stages: tuple[bool, ...] = (False,)

@@ -13,7 +13,7 @@ kept), every name here gives up what its last reader has read, and nothing is ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,19 +24,9 @@ from ottava.kernels import tally
 from ottava.kernels.registry import plain_functions
 from ottava.nn import gradient_amax
 from ottava.nn.columnwise import quantize_again
-from ottava.nn.operand import Operand
-from ottava.nn.stage import (
-    Chain,
-    DelayedTensors,
-    Saved,
-    Stage,
-    StageTensors,
-    column_of,
-    count_into,
-    grad_column,
-    input_column,
-    weight_column,
-)
+from ottava.nn.delayed_columns import DelayedTensors, column_of, grad_column, input_column, weight_column
+from ottava.nn.dgrad import dgrad_operand
+from ottava.nn.stage import Chain, Saved, Stage, StageTensors, count_into
 from ottava.nn.strategy import ALONE
 
 WIDTH, KEPT, STATE = (len(kind._fields) for kind in (StageTensors, Saved, DelayedTensors))
@@ -152,11 +142,8 @@ def _multiplier(ops: Any, name: str, weight: Tensor) -> Any:
     return getattr(ops if type(weight) is Tensor or type(weight) is nn.Parameter else torch.ops.ottava, name)
 
 
-def backward(
-    ctx: Any, dy: Tensor, dtotal: Tensor | None, dgrad_operand: Callable[[Stage, Saved, torch.dtype], Operand]
-) -> tuple[Any, ...]:
-    """See `core._ChainFunction.backward`. dtotal: the gradient of x + residual. dgrad_operand: what gives the weight's side of dgrad
-    where that is neither saved nor a transpose of what is."""
+def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None) -> tuple[Any, ...]:
+    """See `core._backward`. dtotal: the gradient of x + residual."""
     chain, needs, kept = ctx.chain, ctx.needs_input_grad, [*ctx.saved_tensors]
     torch_private.release_saved(ctx)  # what a stage is done with is freed at once: [Note: what stands at the peak]
     ops = plain_functions(dy)
@@ -186,7 +173,7 @@ def backward(
             if ctx.sources[number] is not None:
                 scale = column_of(fwd_scale, weight_column(number)) if stage.delayed else None
                 weight = quantize_again(ctx.sources[number], ops, stage.texts.weight, scale, saved.weight_amax)  # type: ignore[union-attr]
-            dx = _dgrad(ops, stage, value, quantized, saved, dy.dtype, weight, dgrad_operand)
+            dx = _dgrad(ops, stage, value, quantized, saved, dy.dtype, weight)
             weight = None
         if quantized is not None:
             quantized = _columns(ops, stage, quantized)  # the rowwise copy was dgrad's
@@ -290,8 +277,7 @@ def _columnwise_weight(ops: Any, stage: Stage, saved: Saved) -> tuple[Any, Any, 
 
 
 def _dgrad(
-    ops: Any, stage: Stage, dy: Any, quantized: Any, saved: Saved, dtype: torch.dtype, made: Any,
-    dgrad_operand: Callable[[Stage, Saved, torch.dtype], Operand],
+    ops: Any, stage: Stage, dy: Any, quantized: Any, saved: Saved, dtype: torch.dtype, made: Any
 ) -> Tensor:  # fmt: skip
     """The gradient of the stage's operand [M, K]. dy: that of its output, `quantized` if the stage is. made: (data, scale_inv, amax) of the
     weight's side, if it is not saved."""

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from ottava import torch_private
-from ottava.nn.base import InitMethod, QuantizedModule, default_device
-from ottava.nn.core import gated, run_chain
+from ottava.kernels.activation import get as get_activation
+from ottava.nn.base import QuantizedModule, default_device
+from ottava.nn.core import run_chain
+from ottava.nn.draw import InitMethod
 from ottava.nn.options import OverlapOptions, ParallelOptions, check_norm, check_recompute, refuse_delayed_wgrad
 from ottava.nn.parallel_module import join_meshes
 from ottava.nn.stage import Norm, Stage
@@ -85,7 +87,7 @@ class LayerNormMLP(QuantizedModule):
         self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
         self.normalization = check_norm(normalization)
         self.activation = activation
-        self._gated_stages = (gated(activation), False)
+        self._gated_stages = (_gated(activation), False)
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
         self.use_bias, self.return_bias = bias, return_bias
         self.return_layernorm_output = return_layernorm_output
@@ -99,8 +101,8 @@ class LayerNormMLP(QuantizedModule):
         else:
             self.layer_norm_bias = None
         fc1, fc2 = (Layout(0), Layout(1)) if set_parallel_mode else (REPLICATED, REPLICATED)
-        fc1_width = sum(self._fc1_rows().values()) if gated(activation) else ffn_hidden_size
-        split = self._fc1_rows() if set_parallel_mode and gated(activation) else {}
+        fc1_width = sum(self._fc1_rows().values()) if _gated(activation) else ffn_hidden_size
+        split = self._fc1_rows() if set_parallel_mode and _gated(activation) else {}
         self._add_fc1("weight", (fc1_width, hidden_size), split, fc1)
         self.add_parameter("fc2_weight", (hidden_size, ffn_hidden_size), layout=fc2)
         if bias:
@@ -122,7 +124,7 @@ class LayerNormMLP(QuantizedModule):
         self.add_parameter(f"fc1_{kind}", shape, rows or None, layout)
         if rows:
             self.fuse_names(f"fc1_{kind}", rows)
-        elif gated(self.activation):
+        elif _gated(self.activation):
             self.unsplit[f"fc1_{kind}"] = {f"fc1_{part}_{kind}": count for part, count in self._fc1_rows().items()}
 
     def _fc1_names(self, kind: str) -> list[str]:
@@ -149,7 +151,7 @@ class LayerNormMLP(QuantizedModule):
         if self.parallel.mode is None:
             self.parallel.mode = "column"
             self.layouts.update({"fc1_weight": Layout(0), "fc1_bias": Layout(0), "fc2_weight": Layout(1)})
-            for kind in ("weight", "bias") if gated(self.activation) else ():
+            for kind in ("weight", "bias") if _gated(self.activation) else ():
                 if f"fc1_{kind}" in self._parameters and self._parameters[f"fc1_{kind}"] is not None:
                     self.split_rows(f"fc1_{kind}", {f"fc1_{n}_{kind}": rows for n, rows in self._fc1_rows().items()})
 
@@ -189,7 +191,7 @@ class LayerNormMLP(QuantizedModule):
                 recompute=self.recompute,
                 return_norm=self.return_layernorm_output,
                 gather_norm=self.return_layernorm_output_gathered,
-                output_parts=2 if gated(self.activation) else 1,
+                output_parts=2 if _gated(self.activation) else 1,
                 strategy=strategies[0],
             )
             return [first, Stage(activation=self.activation, recompute=self.recompute, strategy=strategies[1])]
@@ -232,3 +234,8 @@ class LayerNormMLP(QuantizedModule):
             f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, bias={self.use_bias}, "
             f"normalization={self.normalization}, activation={self.activation}, {self.quantization_repr()}"
         )
+
+
+def _gated(activation: str) -> bool:
+    """Whether the activation takes two halves and returns one."""
+    return get_activation(activation).gated

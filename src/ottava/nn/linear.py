@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ottava.nn.base import InitMethod, QuantizedModule, default_device
+from ottava.nn.base import QuantizedModule, default_device
 from ottava.nn.core import run_chain
+from ottava.nn.draw import InitMethod
 from ottava.nn.options import (
     OverlapOptions,
     ParallelOptions,

@@ -10,19 +10,35 @@ from torch import Tensor
 
 from ottava.kernels import attention_backend as backends
 from ottava.nn import attention_mask as masks
-from ottava.nn.attention import FORMATS, DotProductAttention, check_heads, documents_backend
+from ottava.nn.attention import DotProductAttention
 from ottava.nn.attention_documents import PackedDocuments
-from ottava.nn.base import InitMethod
+from ottava.nn.attention_packed import documents_backend
+from ottava.nn.attention_request import FORMATS, check_heads
+from ottava.nn.draw import InitMethod
 from ottava.nn.layernorm import LayerNorm, RMSNorm
 from ottava.nn.layernorm_linear import LayerNormLinear
 from ottava.nn.linear import Linear
-from ottava.nn.options import split_names
+from ottava.nn.options import part_name, pick, split_names
 from ottava.nn.parallel_module import join_meshes
 from ottava.nn.qk_norm import qk_norms
 from ottava.nn.rotary import apply_rotary_pos_emb, split_qkv_rope
 from ottava.nn.strategy import Layout
 
 Freqs = Tensor | tuple[Tensor, Tensor]
+
+# Which arguments go to which part, by name.
+_PROJECTION = (
+    "fuse_wgrad_accumulation", "tp_group", "tp_size", "get_rng_state_tracker", "sequence_parallel", "params_dtype", "device", "bias",
+    "recompute",
+)  # fmt: skip
+_NORM = (
+    "normalization", "zero_centered_gamma", "return_layernorm_output", "ub_bulk_wgrad", "ub_bulk_dgrad", "ub_overlap_ag",
+    "ub_overlap_rs_dgrad",
+)  # fmt: skip
+_CORE = (
+    "num_attention_heads", "attention_dropout", "qkv_format", "bottom_right_diagonal", "sequence_parallel", "get_rng_state_tracker",
+    "attention_type", "softmax_type", "device",
+)  # fmt: skip
 
 
 class MultiheadAttention(torch.nn.Module):
@@ -94,13 +110,14 @@ class MultiheadAttention(torch.nn.Module):
         tp_mesh: Any = None,
         weight_mesh: Any = None,
     ) -> None:
+        tp_size = tp_size if tp_group is None else tp_group.size()
+        given = dict(locals())  # the arguments, before anything else has a name here
         super().__init__()
         self.attention_type = masks.one_of("attention_type", attention_type, ("self", "cross"))
         self.qkv_format = masks.one_of("qkv_format", qkv_format, FORMATS)
         self.attn_mask_type = masks.canonical_mask_type(attn_mask_type)
         self.window_size = window_size
         self.layer_number = _check_layer_number(layer_number)
-        tp_size = tp_size if tp_group is None else tp_group.size()
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         check_heads(num_attention_heads, groups, tp_size)
         channels = kv_channels or head_channels(hidden_size, num_attention_heads)
@@ -119,64 +136,32 @@ class MultiheadAttention(torch.nn.Module):
         self.qk_norm_before_rope = qk_norm_before_rope
         self.name = name
 
-        common: dict[str, Any] = {
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-            "tp_group": tp_group,
-            "tp_size": tp_size,
-            "get_rng_state_tracker": get_rng_state_tracker,
-            "sequence_parallel": sequence_parallel,
-            "params_dtype": params_dtype,
-            "device": device,
-            "bias": bias,
-            "recompute": recompute,
-        }
         into: dict[str, Any] = {  # the projections of the input: column parallel
-            **common,
+            **pick(given, _PROJECTION),
             "init_method": init_method,
             "parallel_mode": "column" if set_parallel_mode else None,
         }
-        norm: dict[str, Any] = {
-            "eps": layernorm_epsilon,
-            "normalization": normalization,
-            "zero_centered_gamma": zero_centered_gamma,
-            "return_layernorm_output": return_layernorm_output,
-            "ub_bulk_wgrad": ub_bulk_wgrad,
-            "ub_bulk_dgrad": ub_bulk_dgrad,
-            "ub_overlap_ag": ub_overlap_ag,
-            "ub_overlap_rs_dgrad": ub_overlap_rs_dgrad,
-            "ub_name": "qkv",
-        }
+        norm = {**pick(given, _NORM), "eps": layernorm_epsilon, "ub_name": "qkv"}
         if attention_type == "self":
             self._make_qkv(into, norm)
         else:
             self._make_query_and_key_value(into, norm)
         self.q_norm, self.k_norm = qk_norms(qk_norm_type, channels, qk_norm_eps, params_dtype, device)
         self.core_attention = DotProductAttention(
-            num_attention_heads,
-            channels,
+            kv_channels=channels,
             num_gqa_groups=groups,
-            attention_dropout=attention_dropout,
-            qkv_format=qkv_format,
-            bottom_right_diagonal=bottom_right_diagonal,
-            sequence_parallel=sequence_parallel,
             tp_size=split,
-            get_rng_state_tracker=get_rng_state_tracker,
             layer_number=self.layer_number,
-            attention_type=attention_type,
-            softmax_type=softmax_type,
-            device=device,
+            **pick(given, _CORE),
         )
         self.proj = Linear(
             self.hidden_size_q,
             hidden_size,
             init_method=output_layer_init_method,
-            return_bias=return_bias,
             parallel_mode="row" if set_parallel_mode else None,
-            ub_overlap_ag=ub_overlap_ag,
-            ub_overlap_rs=ub_overlap_rs,
             ub_name="proj",
-            name=_named(name, "proj"),
-            **common,
+            name=part_name(name, "proj"),
+            **pick(given, (*_PROJECTION, "return_bias", "ub_overlap_ag", "ub_overlap_rs")),
         )
         self.proj.input_is_kept = self.qkv_format != "thd"
         if set_parallel_mode:
@@ -227,20 +212,20 @@ class MultiheadAttention(torch.nn.Module):
                 self.hidden_size,
                 width,
                 parameters_split=split,
-                name=_named(self.name, "layernorm_linear_qkv"),
+                name=part_name(self.name, "layernorm_linear_qkv"),
                 **into,
                 **norm,
             )
         else:
             self.qkv = Linear(
-                self.hidden_size, width, parameters_split=split, name=_named(self.name, "linear_qkv"), **into
+                self.hidden_size, width, parameters_split=split, name=part_name(self.name, "linear_qkv"), **into
             )
 
     def _make_query_and_key_value(self, into: dict[str, Any], norm: dict[str, Any]) -> None:
         """A projection of the input to queries, and one of the encoder's output to keys and values."""
         if self.input_layernorm:
             split = None if self.fuse_qkv_params else ("query",)
-            name = _named(self.name, "layernorm_linear_q")
+            name = part_name(self.name, "layernorm_linear_q")
             self.layernorm_query = LayerNormLinear(
                 self.hidden_size, self.hidden_size_q, parameters_split=split, name=name, **into, **norm
             )
@@ -250,7 +235,7 @@ class MultiheadAttention(torch.nn.Module):
             self.hidden_size,
             2 * self.hidden_size_kv,
             parameters_split=None if self._born_fused(into) else ("key", "value"),
-            name=_named(self.name, "linear_kv"),
+            name=part_name(self.name, "linear_kv"),
             **into,
         )
 
@@ -489,7 +474,3 @@ def _check_layer_number(layer_number: int | None) -> int:
     if layer_number is not None and layer_number < 1:
         raise ValueError(f"layer_number counts from 1, got {layer_number}.")
     return layer_number or 1
-
-
-def _named(name: str | None, part: str) -> str | None:
-    return None if name is None else f"{name}.{part}"

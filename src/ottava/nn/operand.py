@@ -31,6 +31,13 @@ def token_dims(operand: Operand) -> GatherDims:
     return _HIGH_PRECISION if operand.scheme is None else operand.scheme.gather_dims(operand.direction)
 
 
+def quantize(
+    x: Tensor, scheme: Scheme | None, scale: Tensor | None, amax: Tensor | None, row: bool, column: bool
+) -> Buffers:
+    """x [M, K] in the scheme. scale, amax: where they are given or known. row, column: which copies."""
+    return Buffers(*torch.ops.ottava.quantize(x, str(scheme), scale, amax, row, column))
+
+
 def rowwise(q: Buffers, scheme: Scheme | None) -> Operand:
     """The rowwise copy."""
     return Operand(q.rowwise_data, q.rowwise_scale_inv, q.rowwise_amax, scheme)

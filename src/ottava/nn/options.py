@@ -9,6 +9,16 @@ from typing import Any
 RECOMPUTE_CHOICES = ("none", "selective")
 
 
+def pick(given: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """Those of a constructor's arguments that a part inside takes by the same names."""
+    return {name: given[name] for name in names}
+
+
+def part_name(name: str | None, part: str) -> str | None:
+    """The name of a part inside of a module called `name`, if that has one."""
+    return None if name is None else f"{name}.{part}"
+
+
 def check_recompute(recompute: str) -> bool:
     """True for "selective"."""
     if recompute not in RECOMPUTE_CHOICES:

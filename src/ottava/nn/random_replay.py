@@ -7,6 +7,10 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
 
 def replayed(tracker: Any) -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
     """Contexts for `checkpoint`: the recomputation draws from the random streams as they were the first time."""
@@ -22,6 +26,18 @@ def replayed(tracker: Any) -> tuple[contextlib.AbstractContextManager, contextli
             tracker.set_states(now)
 
     return contextlib.nullcontext(), again()
+
+
+def perhaps_again(core: Callable[..., Tensor], recompute: bool, *args: Tensor | None, tracker: Any = None) -> Tensor:
+    """core(*args), which backward does again instead of keeping what it made, where that is asked for.
+
+    tracker: whose random streams `core` draws from, if it does.
+    """
+    if not recompute or not torch.is_grad_enabled():
+        return core(*args)
+    if tracker is None:
+        return checkpoint(core, *args, use_reentrant=False)
+    return checkpoint(core, *args, use_reentrant=False, context_fn=lambda: replayed(tracker))
 
 
 def drawing_own_masks(get_tracker: Callable[[], Any] | None, spread_tokens: bool) -> contextlib.AbstractContextManager:

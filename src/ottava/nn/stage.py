@@ -1,4 +1,7 @@
-"""What one stage of a chain is: its static description, its tensors, what it keeps for backward. `core.py` runs it."""
+"""What one stage of a chain is: its static description, its tensors, what it keeps for backward.
+
+`stage_forward.py` and `stage_backward.py` run it.
+"""
 
 from __future__ import annotations
 
@@ -88,39 +91,10 @@ class Chain:
     """The first of three slots a stage into which what is not finite is counted ([Note: slots] in `kernels/tally.py`); 0: none."""
 
 
-class DelayedTensors(NamedTuple):
-    """The delayed-scaling state of a module's stages (see `DelayedState`); Nones where nothing is delayed."""
-
-    fwd_scale: Tensor | None = None
-    fwd_history: Tensor | None = None
-    bwd_scale: Tensor | None = None
-    bwd_history: Tensor | None = None
-
-
-def input_column(stage: int) -> int:
-    """The column of the forward state that belongs to the input of stage number `stage`."""
-    return 3 * stage
-
-
-def weight_column(stage: int) -> int:
-    """The same of its weight."""
-    return 3 * stage + 1
-
-
-def grad_column(stage: int) -> int:
-    """The column of the backward state that belongs to the gradient of its output."""
-    return 2 * stage
-
-
 def count_into(chain: Chain, stage: int, operand: int) -> None:
     """What is quantized next is this operand (0 input, 1 weight, 2 gradient) of stage number `stage`."""
     if chain.tally:
         tally.slot = chain.tally + 3 * stage + operand
-
-
-def column_of(scale: Tensor | None, column: int) -> Tensor | None:
-    """One scale [1] of the state's [n]."""
-    return None if scale is None else scale[column : column + 1]
 
 
 class StageTensors(NamedTuple):

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ottava.kernels.residual import bias_residual
 from ottava.nn import attention_mask as masks
-from ottava.nn.attention import FORMATS
 from ottava.nn.attention_documents import PackedDocuments
-from ottava.nn.base import InitMethod
+from ottava.nn.attention_request import FORMATS
+from ottava.nn.draw import InitMethod
+from ottava.nn.drop_path import DropPath
 from ottava.nn.layernorm import LayerNorm, RMSNorm
 from ottava.nn.layernorm_mlp import LayerNormMLP
 from ottava.nn.multi_head_attention import (
@@ -23,35 +24,22 @@ from ottava.nn.multi_head_attention import (
     head_channels,
     refuse_context_parallel,
 )
-from ottava.nn.options import check_norm
+from ottava.nn.options import check_norm, part_name, pick
 from ottava.nn.random_replay import drawing_own_masks
 
-
-class DropPath(torch.nn.Module):
-    """Drops the whole branch of a sample with probability `drop_prob`, in training, and scales the others up.
-
-    >>> DropPath(0.5, sample_dim=1).eval()(torch.ones(1, 2))
-    tensor([[1., 1.]])
-    """
-
-    def __init__(self, drop_prob: float, sample_dim: int = 0) -> None:
-        super().__init__()
-        if not 0.0 <= drop_prob < 1.0:
-            raise ValueError(f"drop_path_rate must lie in [0, 1), got {drop_prob}.")
-        self.drop_prob, self.sample_dim = drop_prob, sample_dim
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x with `sample_dim` counting samples."""
-        if self.drop_prob == 0.0 or not self.training:
-            return x
-        shape = [1] * x.dim()
-        shape[self.sample_dim] = x.shape[self.sample_dim]
-        kept = torch.rand(shape, device=x.device) >= self.drop_prob
-        return torch.where(kept, x / (1.0 - self.drop_prob), x.new_zeros(()))
-
-    def extra_repr(self) -> str:
-        """Shown when a model is printed."""
-        return f"drop_prob={self.drop_prob}"
+# Which arguments go to which part, by name.
+_SHARED = (
+    "fuse_wgrad_accumulation", "tp_group", "tp_size", "get_rng_state_tracker", "sequence_parallel", "init_method",
+    "output_layer_init_method", "bias", "params_dtype", "seq_length", "micro_batch_size", "set_parallel_mode", "zero_centered_gamma",
+    "device", "recompute",
+)  # fmt: skip
+_ATTENTION = (
+    "hidden_size", "num_attention_heads", "num_gqa_groups", "attention_dropout", "layernorm_epsilon", "layer_number", "fuse_qkv_params",
+    "qkv_weight_interleaved", "rotary_pos_interleaved", "qk_norm_type", "qk_norm_eps", "qk_norm_before_rope", "softmax_type",
+)  # fmt: skip
+_MLP = ("hidden_size", "ffn_hidden_size", "activation", "activation_params")
+_NORM = ("sequence_parallel", "params_dtype", "zero_centered_gamma", "device")
+_OVERLAP = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad")
 
 
 class TransformerLayer(torch.nn.Module):
@@ -133,6 +121,7 @@ class TransformerLayer(torch.nn.Module):
         tp_mesh: Any = None,
         weight_mesh: Any = None,
     ) -> None:
+        given = dict(locals())  # the arguments, before anything else has a name here
         super().__init__()
         self.layer_type = masks.one_of("layer_type", layer_type, ("encoder", "decoder"))
         self.attn_input_format = masks.one_of("attn_input_format", attn_input_format, FORMATS)
@@ -144,15 +133,7 @@ class TransformerLayer(torch.nn.Module):
         self.get_rng_state_tracker, self.sequence_parallel = get_rng_state_tracker, sequence_parallel
         self.output_layernorm, self.parallel_attention_mlp = output_layernorm, parallel_attention_mlp
         self.apply_residual_connection_post_layernorm = apply_residual_connection_post_layernorm
-        if not 0.0 <= hidden_dropout <= 1.0:
-            raise ValueError(f"hidden_dropout is a probability, got {hidden_dropout}.")
-        if parallel_attention_mlp and (
-            layer_type != "encoder" or apply_residual_connection_post_layernorm or output_layernorm
-        ):
-            raise ValueError(
-                "parallel_attention_mlp needs layer_type='encoder', and goes neither with output_layernorm nor with "
-                "apply_residual_connection_post_layernorm."
-            )
+        self._refuse_combinations()
         # Such a layer adds nothing to a branch but the residual, and leaves that to the norm that comes next.
         self._plain = not (
             bias
@@ -162,98 +143,75 @@ class TransformerLayer(torch.nn.Module):
             or apply_residual_connection_post_layernorm
             or drop_path_rate > 0.0
         )
-        self.drop_path = None
-        if drop_path_rate > 0.0:
-            if attn_input_format == "thd":
-                raise ValueError("drop_path_rate > 0 drops samples, which packed sequences ('thd') do not have.")
-            self.drop_path = DropPath(drop_path_rate, sample_dim=1 if attn_input_format == "sbhd" else 0)
-
-        shared: dict[str, Any] = {
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-            "tp_group": tp_group,
-            "tp_size": tp_size,
-            "get_rng_state_tracker": get_rng_state_tracker,
-            "sequence_parallel": sequence_parallel,
-            "init_method": init_method,
-            "output_layer_init_method": output_layer_init_method,
-            "bias": bias,
-            "params_dtype": params_dtype,
+        self.drop_path = self._make_drop_path(drop_path_rate)
+        shared = {
+            **pick(given, _SHARED),
+            **{switch: ub_tp_comm_overlap and given[switch] for switch in _OVERLAP},
             "return_layernorm_output": apply_residual_connection_post_layernorm,
-            "seq_length": seq_length,
-            "micro_batch_size": micro_batch_size,
-            "set_parallel_mode": set_parallel_mode,
-            "zero_centered_gamma": zero_centered_gamma,
             "normalization": check_norm(normalization),
-            "device": device,
-            "ub_overlap_ag": ub_tp_comm_overlap and ub_overlap_ag,
-            "ub_overlap_rs": ub_tp_comm_overlap and ub_overlap_rs,
-            "ub_overlap_rs_dgrad": ub_tp_comm_overlap and ub_overlap_rs_dgrad,
-            "ub_bulk_dgrad": ub_tp_comm_overlap and ub_bulk_dgrad,
-            "ub_bulk_wgrad": ub_tp_comm_overlap and ub_bulk_wgrad,
-            "recompute": recompute,
         }
-        attention: dict[str, Any] = {
-            **shared,
-            "hidden_size": hidden_size,
-            "num_attention_heads": num_attention_heads,
-            "num_gqa_groups": num_gqa_groups,
-            "kv_channels": kv_channels or head_channels(hidden_size, num_attention_heads),
-            "attention_dropout": attention_dropout,
-            "layernorm_epsilon": layernorm_epsilon,
-            "layer_number": layer_number,
-            "fuse_qkv_params": fuse_qkv_params,
-            "qkv_weight_interleaved": qkv_weight_interleaved,
-            "rotary_pos_interleaved": rotary_pos_interleaved,
-            "qkv_format": attn_input_format,
-            "qk_norm_type": qk_norm_type,
-            "qk_norm_eps": qk_norm_eps,
-            "qk_norm_before_rope": qk_norm_before_rope,
-            "softmax_type": softmax_type,
-        }
-        self.self_attention = MultiheadAttention(
-            **attention,
-            attention_type="self",
-            attn_mask_type=self_attn_mask_type,
-            window_size=window_size,
-            bottom_right_diagonal=bottom_right_diagonal,
-            input_layernorm=not output_layernorm,
-            return_bias=not parallel_attention_mlp,
-            name=None if name is None else f"{name}.self_attention",
-        )
-        if layer_type == "decoder":
-            self.inter_attention = MultiheadAttention(
-                **attention,
-                attention_type="cross",
-                attn_mask_type=enc_dec_attn_mask_type,
-                window_size=enc_dec_window_size,
-                bottom_right_diagonal=enc_dec_bottom_right_diagonal,
-                input_layernorm=True,
-                return_bias=True,
-                name=None if name is None else f"{name}.inter_attention",
-            )
+        self._make_attention(given, shared)
         self.layernorm_mlp = LayerNormMLP(
-            hidden_size,
-            ffn_hidden_size,
-            eps=layernorm_epsilon,
-            activation=activation,
-            activation_params=activation_params,
-            return_bias=not parallel_attention_mlp,
-            name=None if name is None else f"{name}.layernorm_mlp",
+            **pick(given, _MLP),
             **shared,
+            eps=layernorm_epsilon,
+            return_bias=not parallel_attention_mlp,
+            name=part_name(name, "layernorm_mlp"),
         )
         if output_layernorm:
             norm = LayerNorm if normalization == "LayerNorm" else RMSNorm
-            self.layernorm = norm(
-                hidden_size,
-                eps=layernorm_epsilon,
-                sequence_parallel=sequence_parallel,
-                params_dtype=params_dtype,
-                zero_centered_gamma=zero_centered_gamma,
-                device=device,
-            )
+            self.layernorm = norm(hidden_size, eps=layernorm_epsilon, **pick(given, _NORM))
             if tp_group is not None:
                 self.layernorm.set_tensor_parallel_group(tp_group)
         self.set_device_mesh(tp_mesh, weight_mesh)
+
+    def _refuse_combinations(self) -> None:
+        """Names arguments that do not go together, or lie out of range."""
+        if not 0.0 <= self.hidden_dropout <= 1.0:
+            raise ValueError(f"hidden_dropout is a probability, got {self.hidden_dropout}.")
+        other_order = self.apply_residual_connection_post_layernorm or self.output_layernorm
+        if self.parallel_attention_mlp and (self.layer_type != "encoder" or other_order):
+            raise ValueError(
+                "parallel_attention_mlp needs layer_type='encoder', and goes neither with output_layernorm nor with "
+                "apply_residual_connection_post_layernorm."
+            )
+
+    def _make_drop_path(self, rate: float) -> DropPath | None:
+        if not rate > 0.0:
+            return None
+        if self.attn_input_format == "thd":
+            raise ValueError("drop_path_rate > 0 drops samples, which packed sequences ('thd') do not have.")
+        return DropPath(rate, sample_dim=1 if self.attn_input_format == "sbhd" else 0)
+
+    def _make_attention(self, given: dict[str, Any], shared: dict[str, Any]) -> None:
+        """`self_attention`, and a decoder's `inter_attention`. given: the constructor's arguments; shared: what all parts take."""
+        options: dict[str, Any] = {
+            **shared,
+            **pick(given, _ATTENTION),
+            "kv_channels": given["kv_channels"] or head_channels(self.hidden_size, given["num_attention_heads"]),
+            "qkv_format": self.attn_input_format,
+        }
+        self.self_attention = MultiheadAttention(
+            **options,
+            attention_type="self",
+            attn_mask_type=given["self_attn_mask_type"],
+            window_size=self.window_size,
+            bottom_right_diagonal=given["bottom_right_diagonal"],
+            input_layernorm=not self.output_layernorm,
+            return_bias=not self.parallel_attention_mlp,
+            name=part_name(self.name, "self_attention"),
+        )
+        if self.layer_type == "decoder":
+            self.inter_attention = MultiheadAttention(
+                **options,
+                attention_type="cross",
+                attn_mask_type=given["enc_dec_attn_mask_type"],
+                window_size=self.enc_dec_window_size,
+                bottom_right_diagonal=given["enc_dec_bottom_right_diagonal"],
+                input_layernorm=True,
+                return_bias=True,
+                name=part_name(self.name, "inter_attention"),
+            )
 
     def forward(
         self,

@@ -10,37 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ottava.optimizers.adam_state import (
+    MOMENTS,
+    ensure_state,
+    has_master,
+    moment_format,
+    restore,
+    set_unscaled,
+    unscaled,
+)
 from ottava.optimizers.adam_update import Settings, Update, apply_updates, requantize
 from ottava.optimizers.fused_step import FusedStep, runs_fused
-from ottava.optimizers.masters import (
-    WHOLE,
-    Place,
-    has_bytes_only,
-    initial_master,
-    join_remainder,
-    local_of,
-    placed_like,
-    placed_scales,
-    split_remainder_,
-)
+from ottava.optimizers.gradients import gradient_of, zero_decoupled
+from ottava.optimizers.masters import WHOLE, Place, local_of
 from ottava.optimizers.moments import MomentFormat
+from ottava.optimizers.options import Options, check_numbers
 from ottava.quant.quantizer import FLOAT_DTYPES
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 NO_GRADIENT = torch.empty(0)
-
-
-@dataclass(frozen=True)
-class Options:
-    """What holds for the whole optimizer. (What may differ between groups is in `param_groups`.)"""
-
-    adam_w_mode: bool
-    capturable: bool
-    master_weights: bool
-    use_decoupled_grad: bool
-    store_param_remainders: bool
-    stochastic_rounding: bool = False
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -117,7 +104,7 @@ class FusedAdam(torch.optim.Optimizer):
             raise ValueError(
                 "FusedAdam: store_param_remainders=True is a way to keep masters; it needs master_weights=True."
             )
-        _check_numbers(lr, betas, eps, weight_decay)
+        check_numbers(lr, betas, eps, weight_decay)
         self.options = Options(
             adam_w_mode,
             capturable,
@@ -165,7 +152,7 @@ class FusedAdam(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            _check_numbers(group["lr"], group["betas"], group["eps"], group["weight_decay"])
+            check_numbers(group["lr"], group["betas"], group["eps"], group["weight_decay"])
             for index, param in enumerate(group["params"]):
                 self._check_param(param, f"parameter {index} of group {len(self.param_groups) - 1}", group)
         except ValueError:
@@ -176,13 +163,17 @@ class FusedAdam(torch.optim.Optimizer):
     def _check_param(self, param: Tensor, who: str, group: dict[str, Any]) -> None:
         if param.dtype not in FLOAT_DTYPES:
             raise ValueError(f"FusedAdam: {who} must be float32, bfloat16, float16 or FP8 storage, got {param.dtype}.")
-        formats = [_format(param, group, name) for name in MOMENTS]
+        formats = [moment_format(param, group, name) for name in MOMENTS]
         if hasattr(param, "to_local") and any(f.of_whole_tensor for f in formats):
             raise ValueError(
                 f"FusedAdam: {who} is sharded (a DTensor), and {formats[0].name}, {formats[1].name} moments have a scale of the whole "
                 'tensor: use float32 or bfloat16 moments, or "float8_block128".'
             )
-        if self.options.stochastic_rounding and param.dtype == torch.float16 and not self._has_master(local_of(param)):
+        if (
+            self.options.stochastic_rounding
+            and param.dtype == torch.float16
+            and not has_master(local_of(param), self.options)
+        ):
             raise ValueError(
                 f"FusedAdam: {who} is float16, to which stochastic_rounding does not round: use bfloat16, or master_weights=True."
             )
@@ -204,43 +195,8 @@ class FusedAdam(torch.optim.Optimizer):
         set_to_none = self.set_grad_none if set_to_none is None else set_to_none
         set_to_none = True if set_to_none is None else set_to_none
         super().zero_grad(set_to_none=set_to_none)
-        if not self.options.use_decoupled_grad:
-            return
-        for param in chain.from_iterable(group["params"] for group in self.param_groups):
-            if not hasattr(param, "decoupled_grad"):
-                if getattr(param, "main_grad", None) is not None:
-                    param.main_grad.zero_()
-            elif set_to_none:
-                param.decoupled_grad = None
-            elif param.decoupled_grad is not None:
-                param.decoupled_grad.zero_()
-
-    def _gradient(self, param: Any) -> Tensor | None:
-        grad = param.grad
         if self.options.use_decoupled_grad:
-            if hasattr(param, "decoupled_grad"):
-                grad = param.decoupled_grad
-            elif getattr(param, "main_grad", None) is not None and not _reduced_by_fsdp(param):
-                grad = param.main_grad
-        elif grad is None and getattr(param, "grad_added_to_main_grad", False):
-            raise ValueError(
-                f"FusedAdam: the gradient of a parameter of shape {tuple(param.shape)} is in main_grad, not in grad "
-                "(fuse_wgrad_accumulation=True): make the optimizer with use_decoupled_grad=True."
-            )
-        if grad is None:
-            return None
-        if grad.layout != torch.strided:
-            raise ValueError(
-                f"FusedAdam does not take sparse gradients, got {grad.layout} for shape {tuple(param.shape)}."
-            )
-        if grad.dtype not in FLOAT_DTYPES:
-            raise ValueError(f"FusedAdam: a gradient must be float32, bfloat16 or float16, got {grad.dtype}.")
-        if grad.shape != param.shape or local_of(grad).shape != local_of(param).shape:
-            raise ValueError(
-                f"FusedAdam: gradient of shape {tuple(grad.shape)} for a parameter of shape {tuple(param.shape)}, of which this rank holds "
-                f"{tuple(local_of(param).shape)}."
-            )
-        return grad
+            zero_decoupled(chain.from_iterable(group["params"] for group in self.param_groups), set_to_none)
 
     # -------------------------------------------------------------------------------------------------------------- step
 
@@ -276,7 +232,7 @@ class FusedAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             updates: dict[torch.device, list[Update]] = {}
             for number, param in enumerate(group["params"], number):  # noqa: B020
-                grad = self._gradient(param)
+                grad = gradient_of(param, self.options.use_decoupled_grad)
                 if grad is None:
                     continue
                 update = self._update(param, group, number)
@@ -314,20 +270,13 @@ class FusedAdam(torch.optim.Optimizer):
             return kept.update
         self._ensure_state(param, group)
         state = {name: local_of(tensor) for name, tensor in values.items()}
-        first, second = (_format(param, group, name) for name in MOMENTS)
+        first, second = (moment_format(param, group, name) for name in MOMENTS)
         place = Place.of(param) if self.options.stochastic_rounding else WHOLE
         update = Update(local.detach(), NO_GRADIENT, state, (first, second), number, place)
         self._prepared[param] = Prepared(update, local, tuple(values.values()), update.addresses(local))
         return update
 
     # ------------------------------------------------------------------------------------------------------------- state
-
-    def _has_master(self, local: Tensor) -> bool:
-        return has_bytes_only(local) or (self.options.master_weights and local.dtype != torch.float32)
-
-    def _keeps_remainder(self, local: Tensor) -> bool:
-        plain_bf16 = local.dtype == torch.bfloat16 and not has_bytes_only(local)
-        return self.options.store_param_remainders and plain_bf16
 
     def _group_of(self, param: Tensor) -> dict[str, Any]:
         for group in self.param_groups:
@@ -345,28 +294,11 @@ class FusedAdam(torch.optim.Optimizer):
         with torch.no_grad():
             self._ensure_state(param, self._group_of(param), free=False)
 
-    def _ensure_state(self, param: Tensor, group: dict[str, Any], free: bool = True) -> None:
-        """Adds what is missing: everything at the first step, a master after state without masters was loaded."""
-        self._ensure_moments(param, group)
-        state, local = self.state[param], local_of(param)
-        if "master_param" not in state and self._has_master(local):
-            if self._keeps_remainder(local):
-                master = torch.zeros(local.shape, dtype=torch.int16, device=local.device)
-            else:
-                master = initial_master(param, local, free).contiguous()
-            state["master_param"] = placed_like(param, master)
-
-    def _ensure_moments(self, param: Tensor, group: dict[str, Any]) -> None:
-        state, local = self.state[param], local_of(param)
-        if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=local.device)
-        for name in MOMENTS:
-            if name not in state:
-                form = _format(param, group, name)
-                stored, scale_inv = form.zeros(local.shape, local.device)
-                if scale_inv is not None:
-                    state[f"{name}_scale_inv"] = placed_scales(param, scale_inv) if form.blocks else scale_inv
-                state[name] = placed_like(param, stored)
+    def _ensure_state(self, param: Tensor, group: dict[str, Any], free: bool = True) -> dict[str, Tensor]:
+        """The state of `param`, with what is missing added."""
+        state = self.state[param]
+        ensure_state(state, param, group, self.options, free)
+        return state
 
     @torch.no_grad()
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
@@ -376,13 +308,8 @@ class FusedAdam(torch.optim.Optimizer):
             raise ValueError(
                 f"FusedAdam: this parameter has no state {state_name!r}; it has: {', '.join(state) or 'none yet'}."
             )
-        stored = local_of(state[state_name])
-        if state_name in MOMENTS:
-            form = _format(param, self._group_of(param), state_name)
-            return form.decode(stored, _local_or_none(state.get(f"{state_name}_scale_inv")))
-        if state_name == "master_param" and stored.dtype == torch.int16:
-            return join_remainder(local_of(param), stored)
-        return stored.float()
+        group = self._group_of(param) if state_name in MOMENTS else {}
+        return unscaled(state, param, group, state_name)
 
     @torch.no_grad()
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
@@ -390,21 +317,7 @@ class FusedAdam(torch.optim.Optimizer):
         if state_name not in (*MOMENTS, "master_param"):
             raise ValueError(f"FusedAdam: state_name must be exp_avg, exp_avg_sq or master_param, got {state_name!r}.")
         group = self._group_of(param)
-        self._ensure_state(param, group)
-        state, local = self.state[param], local_of(param)
-        value = local_of(unscaled_state).to(local.device, torch.float32)
-        if value.shape != local.shape:
-            raise ValueError(f"FusedAdam: {state_name} of shape {tuple(value.shape)}, expected {tuple(local.shape)}.")
-        if state_name in MOMENTS:
-            target = _format(param, group, state_name)
-            scale_inv, positive = _local_or_none(state.get(f"{state_name}_scale_inv")), state_name == "exp_avg_sq"
-            target.encode_(value, local_of(state[state_name]), scale_inv, positive)
-        elif "master_param" not in state:
-            raise ValueError("FusedAdam: this parameter has no master; make the optimizer with master_weights=True.")
-        elif self._keeps_remainder(local):
-            split_remainder_(value, local, local_of(state["master_param"]))
-        else:
-            local_of(state["master_param"]).copy_(value)
+        set_unscaled(self._ensure_state(param, group), param, group, self.options, state_name, unscaled_state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores bit for bit what `state_dict()` returned. torch.optim.Adam's and AdamW's state loads too.
@@ -440,94 +353,9 @@ class FusedAdam(torch.optim.Optimizer):
                 saved = loaded["state"].get(key)
                 if saved:
                     saved = saved if "step" in saved or count is None else {**saved, "step": count}
-                    self._restore_param(param, saved, saved_group, group)
-
-    def _restore_param(
-        self, param: Tensor, saved: dict[str, Any], saved_group: dict[str, Any], group: dict[str, Any]
-    ) -> None:
-        missing = [name for name in ("step", *MOMENTS) if name not in saved]
-        if missing:
-            raise ValueError(
-                f"The state dict is not Adam's: a parameter's state has no {missing[0]!r}, but {list(saved)}."
-            )
-        self._ensure_moments(
-            param, group
-        )  # the master is a saved one, or is made by the next step from the loaded weight
-        state, local = self.state[param], local_of(param)
-        state["step"].copy_(torch.as_tensor(saved["step"], dtype=torch.float32).reshape(()))
-        for name in MOMENTS:
-            stored, scale_inv = local_of(saved[name]), _local_or_none(saved.get(f"{name}_scale_inv"))
-            if stored.shape != local.shape:
-                raise ValueError(
-                    f"{name} in the state dict has shape {tuple(stored.shape)}, its parameter {tuple(local.shape)}."
-                )
-            source = _format_of(stored, saved_group.get(f"{name}_dtype"), scale_inv)
-            target, own_scale = _format(param, group, name), _local_or_none(state.get(f"{name}_scale_inv"))
-            if source == target:
-                local_of(state[name]).copy_(stored)
-                if own_scale is not None and scale_inv is not None:
-                    own_scale.copy_(scale_inv)
-            else:
-                values = source.decode(
-                    stored.to(local.device), None if scale_inv is None else scale_inv.to(local.device)
-                )
-                target.encode_(values, local_of(state[name]), own_scale, name == "exp_avg_sq")
-        master = saved.get("master_param")
-        if master is not None and self._has_master(local):
-            state["master_param"] = placed_like(param, self._restored_master(local, local_of(master)))
-
-    def _restored_master(self, local: Tensor, saved: Tensor) -> Tensor:
-        """A saved master (float32, or int16 remainder) in the form that this optimizer keeps."""
-        saved = saved.to(local.device, copy=True).contiguous()
-        keeps = self._keeps_remainder(local)
-        if (saved.dtype == torch.int16) == keeps:
-            return saved if keeps else saved.float()
-        if not keeps:
-            return join_remainder(local, saved)
-        remainder = torch.empty(local.shape, dtype=torch.int16, device=local.device)
-        split_remainder_(saved.float(), local, remainder)
-        return remainder
-
-
-def _format(param: Tensor, group: dict[str, Any], name: str) -> MomentFormat:
-    """How the moment `name` of `param` is kept."""
-    return MomentFormat(group[f"{name}_dtype"]).for_shape(param.dim())
-
-
-def _local_or_none(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else local_of(tensor)
+                    restore(self.state[param], param, group, self.options, saved, saved_group)
 
 
 def _scale_on(device: torch.device, scale: Tensor | None) -> Tensor | None:
     """grad_scale where the parameters are, float32."""
     return None if scale is None else local_of(scale).detach().reshape(()).to(device, torch.float32, non_blocking=True)
-
-
-def _reduced_by_fsdp(param: Any) -> bool:
-    """Whether the gradient of a sharded parameter is in `grad`, and `main_grad` was made before FSDP2 has sharded it."""
-    sharded, whole = hasattr(param, "to_local"), not hasattr(param.main_grad, "to_local")
-    return sharded and whole and param.grad is not None
-
-
-def _format_of(stored: Tensor, word: str | None, scale_inv: Tensor | None) -> MomentFormat:
-    """How a saved moment is to be read: by its dtype, and by the word of its group where bytes could be either FP8."""
-    if stored.dtype == torch.uint8:
-        return MomentFormat(word or "float8_e4m3fn")
-    if stored.dtype == torch.float16 and scale_inv is None:
-        raise ValueError(
-            "A float16 moment in the state dict has no scale: save it as float32 (FusedAdam.get_unscaled_state)."
-        )
-    return MomentFormat.of(stored.dtype, "the dtype of a saved moment")
-
-
-def _check_numbers(lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"FusedAdam: lr as a tensor must have one element, got shape {tuple(lr.shape)}.")
-    if not isinstance(lr, Tensor) and not lr >= 0.0:
-        raise ValueError(f"FusedAdam: lr must be at least 0, got {lr}.")
-    if not (len(betas) == 2 and all(0.0 <= beta < 1.0 for beta in betas)):
-        raise ValueError(f"FusedAdam: betas must be two numbers in [0, 1), got {betas}.")
-    if not eps >= 0.0:
-        raise ValueError(f"FusedAdam: eps must be at least 0, got {eps}.")
-    if not weight_decay >= 0.0:
-        raise ValueError(f"FusedAdam: weight_decay must be at least 0, got {weight_decay}.")

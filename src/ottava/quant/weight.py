@@ -1,28 +1,20 @@
-"""`Weight`: a parameter that has an FP8 form.
+"""`Weight`: a parameter that has an FP8 form, as torch sees it: how one is made, what it answers, FSDP2's hooks, the ops that are its own.
 
-[Note: states of a weight] What a `Weight` holds (n: elements of the parameter, or of a tensor-parallel rank's box of it, its *unit*):
+What it is made of, a file each; imports point up this list, and `weight_parts` lies above all:
 
-    state      who has it                                   high precision      FP8 bytes
-    WHOLE      a parameter of `quantized_model_init`        -                   2n: rowwise, and columnwise for backward
-      once somebody has asked for its state dict:           -                   1-D blocks: 3n (`WeightMemory.lay_rows_first`)
-    SHARD      FSDP2's rows of it, on w ranks               -                   n/w (1-D blocks, which have two sets of bytes: 2n/w)
-      with a master (`shard_model`):                        the rows            the same, once a recipe is known
-    GATHERED   FSDP2's all-gather, for one forward          -                   2n, freed after use
-      before a recipe is known, or without one:             n                   -
-
-With a master the parameter IS the master: an optimizer sees an ordinary high-precision tensor, and a state dict holds it. The bytes
-beside it are made once a step (`weight_renew.renew`) and travel in its place. Without one the bytes are all there is: reading ops see the
-dequantized values; ops that write dequantize, compute and quantize again, with the scales that one process would have, so every
-rank has to run them. `optimizers.FusedAdam` keeps float32 masters of such weights and is what trains them well.
-
-FSDP replaces and views a parameter's tensor object as it likes, on some ranks only where shards are uneven. So everything but the
-master's values lives in the `WeightMemory`, which all those objects share.
+    weight_place      where its rows lie in the matrix of one process, and which scales a rank has of that
+    scale_group       what parameters that hold rows of one matrix share
+    weight_memory     the bytes and scales that a rank holds
+    weight_state      its states, and what memory each holds: [Note: states of a weight]
+    weight_operands   what a GEMM takes of it
+    weight_renew      values -> bytes and scales, of all weights at once
+    weight_gather     what FSDP2's all-gather sends, and what is made of what it brings
+    weight_views      ops that make another weight of it
+    weight_writes     ops that write into it
 """
 
 from __future__ import annotations
 
-import enum
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,71 +23,25 @@ import torch
 from torch import Tensor
 
 from ottava import torch_private
-from ottava.notices import warn_once
+from ottava.quant import weight_views, weight_writes
+from ottava.quant.scale_group import ScaleGroup
 from ottava.quant.scheme import Scheme
-from ottava.quant.tensor import QUANTIZED_HANDLERS, QuantizedTensor
+from ottava.quant.tensor import QuantizedTensor
 from ottava.quant.weight_gather import UNQUANTIZED, GatherState, fill, fill_rows, messages
-from ottava.quant.weight_memory import (
-    COLUMNWISE,
-    ROWWISE,
-    TENSOR_NAMES,
-    Extent,
-    Place,
-    ScaleGroup,
-    WeightMemory,
-    in_gemm_layout,
-    joined_scale_inv,
-    written_over,
-)
+from ottava.quant.weight_memory import COLUMNWISE, ROWWISE, TENSOR_NAMES, WeightMemory
+from ottava.quant.weight_operands import quantize_whole, tensors_of, transposed_part, whole_parts
+from ottava.quant.weight_place import Place
 from ottava.quant.weight_renew import renew
+from ottava.quant.weight_state import Cell, State, fresh
+from ottava.quant.weight_writes import partners, quantizes_alone, warn_of_buckets, write
 
-__all__ = [
-    "State",
-    "Weight",
-    "as_one_matrix",
-    "join_parts",
-    "link_copies",
-    "link_parts",
-    "mark_written",
-    "one_matrix",
-    "tensors_of",
-    "upright",
-]
+__all__ = ["State", "Weight", "gradient_dtype"]
 
 aten = torch.ops.aten
 
 
-class State(enum.Enum):
-    """[Note: states of a weight]"""
-
-    WHOLE = enum.auto()
-    SHARD = enum.auto()
-    GATHERED = enum.auto()
-
-
-class Cell:
-    """Holds the memory of a weight for all its views. FSDP moves a shard by making a new one and copying into it."""
-
-    def __init__(self, make: Callable[[], WeightMemory], new: bool = False) -> None:
-        self._make = make
-        self._memory: WeightMemory | None = None
-        self.new = new
-        """Just made by `new_zeros`: what is copied in moves in."""
-
-    @property
-    def memory(self) -> WeightMemory:
-        """Made when first asked for: of the shards of a weight a rank keeps one."""
-        if self._memory is None:
-            self._memory = self._make()
-        return self._memory
-
-    def move_in(self, memory: WeightMemory) -> None:
-        """Takes the place of the memory that was here."""
-        self._memory, self.new = memory, False
-
-
 class Weight(QuantizedTensor):
-    """See above."""
+    """See above, and [Note: states of a weight] in `weight_state`."""
 
     _cell: Cell
     state: State
@@ -190,7 +136,7 @@ class Weight(QuantizedTensor):
             return self._gather.parts
         self.memory.check_scales()
         if self.state is State.WHOLE:
-            return _whole_parts(self.memory)
+            return whole_parts(self.memory)
         return self.memory.held_parts(self.numel() // self.memory.place.unit[1])
 
     def _get(self, name: str) -> Tensor | None:
@@ -201,7 +147,7 @@ class Weight(QuantizedTensor):
                 "Otherwise let FSDP reshard after backward: set_reshard_after_backward(True)."
             )
         transposed = name.startswith(COLUMNWISE) and not self.scheme.two_copies and self.memory.group.needs_columnwise
-        return _transposed_part(self, name) if transposed else self._parts.get(name)
+        return transposed_part(self, name) if transposed else self._parts.get(name)
 
     def operand(self, direction: str) -> tuple[Tensor, Tensor, Tensor]:
         """(data, scale_inv, amax) of one direction. Asked in every forward: where the rowwise copy is there, it is asked for once."""
@@ -240,7 +186,7 @@ class Weight(QuantizedTensor):
 
         Weights that share scales with these, as parts of one matrix, are quantized again with them: their values stay.
         """
-        slow = _partners([tensor.memory for tensor in tensors])
+        slow = partners([tensor.memory for tensor in tensors])
         for tensor, source in zip(tensors, sources, strict=True):
             memory, values = tensor.memory, source.detach().to(tensor.device)
             memory.preserved = memory.given = None
@@ -248,8 +194,8 @@ class Weight(QuantizedTensor):
                 raise ValueError(
                     f"{memory.name} is gathered: write to the sharded parameter, outside of forward and backward."
                 )
-            if _quantizes_alone(tensor):
-                _quantize_whole(memory, values)
+            if quantizes_alone(tensor):
+                quantize_whole(memory, values)
             else:
                 slow.append((values.reshape(memory.place.rows, memory.place.unit[1]), memory))
         renew(slow)
@@ -283,7 +229,7 @@ class Weight(QuantizedTensor):
         if value.dtype != self.dtype:
             _change_dtype(self, value)
             return
-        _warn_of_buckets(self, value)
+        warn_of_buckets(self, value)
         with torch.no_grad():
             self.copy_(value)
 
@@ -304,8 +250,8 @@ class Weight(QuantizedTensor):
 
     def __getattr__(self, name: str) -> Any:
         memory = self.__dict__["_cell"].memory if "_cell" in self.__dict__ else None
-        if memory is not None and name in _OF_MEMORY and self.master is None:
-            return _OF_MEMORY[name](memory)
+        if memory is not None and name in TENSOR_NAMES and self.master is None:
+            return memory.named_tensors().get(name)
         # TransformerEngine's names, which a parameter has if its first values were preserved.
         if memory is not None and memory.preserves and name == "get_high_precision_init_val":
             return lambda: memory.preserved
@@ -339,9 +285,8 @@ class Weight(QuantizedTensor):
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], str]:
         """What this rank gives. (One argument besides self: torch then allows shards of different sizes.)"""
         memory = self.memory
-        if (
-            not memory.shard_groups and mesh.size() > 1
-        ):  # `fully_shard` alone: here the ranks are known for the first time
+        # After `fully_shard` alone the ranks are known here for the first time.
+        if not memory.shard_groups and mesh.size() > 1:
             memory.bind((mesh.get_group(),), mesh.device_type)
         if memory.quantized and self.master is not None and not fresh(self):
             what = "has changed since its FP8 copy was made" if memory.data else "has no FP8 copy yet"
@@ -377,9 +322,10 @@ class Weight(QuantizedTensor):
         if self.master is not None:
             return ["master"], (self._cell, self.state)
         memory = self.memory
-        names = [name for name, get in _OF_MEMORY.items() if get(memory) is not None]
-        group = memory.group
-        return names, (memory.name, memory.place, str(self.scheme), group.needs_columnwise, self.state, self.dtype)
+        held = memory.named_tensors()
+        names = [name for name in TENSOR_NAMES if name in held]
+        needs_columnwise = memory.group.needs_columnwise
+        return names, (memory.name, memory.place, str(self.scheme), needs_columnwise, self.state, self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], meta: tuple, outer_size: Any, outer_stride: Any) -> Tensor:  # type: ignore[override]
@@ -400,391 +346,23 @@ class Weight(QuantizedTensor):
             if result is not NotImplemented:
                 return result
         if func._schema.is_mutable or func.namespace == "c10d":
-            return _write(func, args, kwargs)
+            return write(cls, func, args, kwargs)
         first = args[0] if args else None
         if (
             isinstance(first, cls)
             and first.master is not None
             and first.state is not State.GATHERED
-            and _makes_views(func)
+            and weight_views.makes_views(func)
         ):
-            return _master_views(func, first, args[1:], kwargs)
+            return weight_views.master_views(func, first, args[1:], kwargs)
         args, kwargs = torch_private.map_instances(QuantizedTensor, lambda q: q._values(), (args, kwargs))
         return func(*args, **kwargs)
-
-
-def _named_tensor(name: str) -> Callable[[WeightMemory], Tensor | None]:
-    return lambda memory: memory.named_tensors().get(name)
-
-
-_OF_MEMORY = {name: _named_tensor(name) for name in TENSOR_NAMES}
-"""What a stored weight is made of, for torch.compile: attribute -> how to get it."""
-
-
-def join_parts(weights: Sequence[Weight]) -> None:
-    """Makes weights the parts of one matrix, in this order: they get one scale, and lie behind one another when gathered."""
-    memories = [weight.memory for weight in weights]
-    group = memories[0].group.map(lambda t: t)
-    total, before = sum(m.place.part[1] for m in memories), 0
-    for memory in memories:
-        memory.join(group)
-        memory.place = memory.place.among(before, total)
-        before += memory.place.part[1]
-
-
-def link_parts(weights: Sequence[Weight]) -> None:
-    """Makes parts of one matrix, of which something has made copies one by one, share its scales again."""
-    memories = [weight.memory for weight in weights]
-    if [id(m) for m in memories[0].group.parts] == [id(m) for m in memories]:
-        return
-    group = memories[0].group.map(lambda t: t)
-    group.delayed, group.column = memories[0].group.delayed, memories[0].group.column
-    for memory in memories:
-        memory.join(group)
-
-
-def link_copies(weights: Sequence[Any]) -> bool:
-    """Whether weights are copies, made one by one, of all parts of one matrix (`torch.func.functional_call` of cloned parameters): they
-    share its scales again then."""
-    if not all(isinstance(w, Weight) and w.stored_quantized and w.state is State.WHOLE for w in weights):
-        return False
-    memories = [weight.memory for weight in weights]
-    first, row = memories[0], 0
-    for memory in memories:
-        place = memory.place
-        if place.part[0] != row or place.matrix != first.place.matrix or memory.scheme != first.scheme:
-            return False
-        if len(memory.group.parts) > 1 or not first.group.same_scales(memory.group):
-            return False
-        row += place.part[1]
-    if row != first.place.matrix[0]:
-        return False
-    link_parts(weights)
-    return True
-
-
-# ----------------------------------------------------------------------------------------------------- bytes of a whole unit
-
-
-def _partners(memories: Sequence[WeightMemory]) -> list[tuple[Tensor, WeightMemory]]:
-    """(values, memory) of the parts that share scales with some of `memories` and are not among them."""
-    given = {id(memory) for memory in memories}
-    groups = {id(m.group): m.group for m in memories if m.shares_scales}
-    others = [part for group in groups.values() for part in group.parts if id(part) not in given]
-    return [(part.given_values(), part) for part in others]
-
-
-def _quantizes_alone(weight: Weight) -> bool:
-    """Whether one kernel gives the bytes of both directions at once: of a whole unit that shares scales with nobody."""
-    memory = weight.memory
-    if weight.state is not State.WHOLE or len(memory.group.parts) > 1 or memory.weight_groups or not memory.two_copies:
-        return False
-    return all(memory.extent(d) is not Extent.MATRIX for d in memory.directions)
-
-
-def _quantize_whole(memory: WeightMemory, values: Tensor) -> None:
-    columnwise = memory.group.keeps_columnwise
-    buffers = torch.ops.ottava.quantize(values, str(memory.scheme), None, None, True, columnwise)
-    q = QuantizedTensor.from_buffers(buffers, memory.scheme, values.shape, values.dtype, True, columnwise)
-    parts = {name: tensor for name, tensor in q._parts.items() if tensor.numel() or name.endswith("_data")}
-    if memory.group.operands is not None:
-        parts = _in_place_of(memory.group.operands[1], parts)
-    _take_buffers(memory, parts)
-    memory.group.operands = (_versions(memory.group), parts)
-
-
-def _take_buffers(memory: WeightMemory, parts: dict[str, Tensor]) -> None:
-    """The bytes and scales of a whole matrix in the same scheme, as they are."""
-    group, scheme = memory.group, memory.scheme
-    memory.data[ROWWISE] = parts["rowwise_data"]
-    if scheme.needs_tensor_amax:
-        group.amax = parts["rowwise_amax"]
-    if scheme.per_tensor:
-        group.scale_inv = parts["rowwise_scale_inv"]
-        group.scale = torch.ones_like(group.scale_inv) / group.scale_inv
-    else:
-        memory.set_scales(ROWWISE, parts["rowwise_scale_inv"])
-    if memory.two_copies:
-        _take_columnwise(memory, upright(parts["columnwise_data"], scheme), parts["columnwise_scale_inv"].t())
-    memory.preserved, memory.without_scales = None, False
-
-
-def _take_columnwise(memory: WeightMemory, data: Tensor, scales: Tensor) -> None:
-    """Upright views of what a GEMM takes, or, where somebody reads them as rows, these rows."""
-    if memory.rows_first:
-        old = [memory.data.get(COLUMNWISE), memory.held_scales(COLUMNWISE)]
-        data, scales = written_over(old, [data.contiguous(), scales.contiguous()])
-    memory.data[COLUMNWISE] = data
-    memory.set_scales(COLUMNWISE, scales)
-
-
-def _transposed_part(weight: Weight, name: str) -> Tensor | None:
-    """A part of the columnwise copy, of which only the rowwise one is kept."""
-    part = weight._parts.get(name.replace(COLUMNWISE, ROWWISE))
-    if part is None or name.endswith("_amax"):
-        return part if weight.scheme.kind == "nvfp4" else None
-    if name.endswith("_data"):
-        return torch.ops.ottava.transpose(part, str(weight.scheme))
-    return part if part.dim() == 1 else part.t().contiguous()
-
-
-def upright(columnwise: Tensor, scheme: Scheme) -> Tensor:
-    """Columnwise bytes [K, M] as rows of the matrix: a view, where bytes are not packed."""
-    return columnwise.t() if scheme.elements_per_byte == 1 else torch.ops.ottava.transpose(columnwise, str(scheme))
-
-
-def _versions(group: ScaleGroup) -> list[int]:
-    """Changes when bytes or scales do, also where somebody (DCP) writes into them. Asked in every forward."""
-    found: list[int] = []
-    for part in group.parts:
-        for tensors in (part.data, part._scales, group.grids):
-            for t in tensors.values():
-                found += (id(t), 0 if t.is_inference() else t._version)
-    for t in (group.amax, group.scale_inv):
-        found += (id(t), 0 if t.is_inference() else t._version)
-    return found
-
-
-def _whole_parts(memory: WeightMemory) -> dict[str, Tensor]:
-    """Both directions of a whole unit."""
-    group = memory.group
-    joined = operands(group)
-    if len(group.parts) == 1:
-        return joined
-    index, scheme = group.parts.index(memory), memory.scheme
-    first = sum(part.place.unit[0] for part in group.parts[:index])
-    rows, packed, box = memory.place.unit[0], scheme.elements_per_byte, memory.place.box(Extent.UNIT)
-    parts = dict(joined)
-    parts["rowwise_data"] = joined["rowwise_data"].narrow(0, first, rows)
-    parts["rowwise_scale_inv"] = memory.scale_inv(ROWWISE, box)
-    if group.keeps_columnwise:
-        parts["columnwise_data"] = joined["columnwise_data"].narrow(1, first // packed, rows // packed)
-        parts["columnwise_scale_inv"] = memory.scale_inv(COLUMNWISE, box).t()
-    return parts
-
-
-def operands(group: ScaleGroup) -> dict[str, Tensor]:
-    """Both directions of the units of all parts as one matrix, as a GEMM takes them; made again, in the same memory, when bytes or
-    scales change."""
-    if group.operands is None or group.operands[0] != _versions(group):
-        # They stay: an evaluation in inference mode must not leave what a later backward cannot save.
-        with torch.inference_mode(False):
-            group.operands = _renewed_operands(group)
-    return group.operands[1]
-
-
-def _renewed_operands(group: ScaleGroup) -> tuple[list[int], dict[str, Tensor]]:
-    """(versions of what they are made from, operands)"""
-    made = _make_operands(group)
-    if group.operands is not None:
-        made = _in_place_of(group.operands[1], made)
-    first = 0
-    for part in group.parts:  # one memory for the parts and the whole
-        rows = part.place.unit[0]
-        part.check_given()
-        part.data[ROWWISE] = made["rowwise_data"].narrow(0, first, rows)
-        part.bytes_follow_given()
-        if part.two_copies and part.scheme.elements_per_byte == 1 and not part.rows_first:
-            part.data[COLUMNWISE] = made["columnwise_data"].narrow(1, first, rows).t()
-        first += rows
-    return _versions(group), made
-
-
-def _make_operands(group: ScaleGroup) -> dict[str, Tensor]:
-    parts, scheme = group.parts, group.scheme
-    assert scheme is not None
-
-    def joined(direction: str) -> Tensor:
-        data = [part.data[direction] for part in parts]
-        if (
-            direction == ROWWISE
-            and group.operands is not None
-            and _are_rows_of(group.operands[1]["rowwise_data"], data)
-        ):
-            return group.operands[1]["rowwise_data"]
-        return data[0] if len(data) == 1 else torch.cat(data)
-
-    made = {"rowwise_data": joined(ROWWISE).contiguous()}
-    made |= _joined_scales(group, [ROWWISE, COLUMNWISE] if group.keeps_columnwise else [ROWWISE])
-    if group.keeps_columnwise:
-        made["columnwise_data"] = torch.ops.ottava.transpose(joined(COLUMNWISE), str(scheme))
-    return made
-
-
-def _are_rows_of(whole: Tensor, parts: Sequence[Tensor]) -> bool:
-    """Whether parts are all the rows of `whole`, in order and in its memory."""
-    if torch_private.is_fake(whole) or whole.is_meta or sum(part.shape[0] for part in parts) != whole.shape[0]:
-        return False
-    address = whole.data_ptr()
-    for part in parts:
-        if part.data_ptr() != address or part.stride() != whole.stride() or part.device != whole.device:
-            return False
-        address += part.shape[0] * whole.stride(0) * whole.element_size()
-    return True
-
-
-def _in_place_of(old: dict[str, Tensor], new: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`new` in the memory of `old`, where a CUDA graph may read it."""
-    return dict(zip(new, written_over([old.get(name) for name in new], list(new.values())), strict=True))
-
-
-def tensors_of(weight: Weight) -> list[Tensor]:
-    """What a forward of this weight reads: the values that it has in high precision, and what a GEMM takes, made if it is not there."""
-    held = [] if weight.master is None else [weight.master]
-    whole = weight.state is State.WHOLE and weight.memory.quantized and bool(weight.memory.data)
-    made = operands(weight.memory.group) if whole else {}
-    return held + [made[name] for name in sorted(made)]  # in one order, whoever has made them
-
-
-def _joined_scales(group: ScaleGroup, directions: Sequence[str]) -> dict[str, Tensor]:
-    """Scales and amax of the matrix that all parts are rows of, by the names that `QuantizedTensor` has for them."""
-    found, scheme = {}, group.scheme
-    assert scheme is not None
-    for direction in directions:
-        scale = joined_scale_inv(group.parts, direction)
-        scale = scale if direction == ROWWISE or scale.dim() == 1 else scale.t()
-        found[f"{direction}_scale_inv"] = in_gemm_layout(scale, scheme)
-        if scheme.needs_tensor_amax and (direction == ROWWISE or scheme.block is not None):
-            found[f"{direction}_amax"] = group.amax
-    return found
 
 
 def gradient_dtype(weight: Tensor) -> torch.dtype:
     """In which a weight wants its gradient: `grad_dtype` of a parameter, else its own."""
     wanted = weight.grad_dtype if weight.is_leaf and not torch.compiler.is_compiling() else None
     return wanted or weight.dtype
-
-
-# --------------------------------------------------------------------------------------------- several parameters as one matrix
-
-
-def one_matrix(weights: Sequence[Any]) -> bool:
-    """Whether weights are all the parts of one matrix, in order: bytes that can be multiplied as one."""
-    if not all(isinstance(w, Weight) and w.memory.quantized for w in weights):
-        return False
-    parts = weights[0].memory.group.parts
-    return [id(w.memory) for w in weights] == [id(part) for part in parts]
-
-
-def as_one_matrix(weights: Sequence[Weight]) -> QuantizedTensor:
-    """The matrix that the weights are the rows of, without rounding again; gradients go back to each. Only if `one_matrix`."""
-    return _OneMatrix.apply(*weights)
-
-
-class _OneMatrix(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *weights: Weight) -> QuantizedTensor:
-        ctx.rows = [w.shape[0] for w in weights]
-        ctx.set_materialize_grads(False)
-        group, first = weights[0].memory.group, weights[0]
-        if first._gather is None:
-            parts = operands(group)
-        else:
-            names = ["rowwise_data", "columnwise_data"] if group.keeps_columnwise else ["rowwise_data"]
-            parts = {name: group.joined[name] for name in names}
-            parts |= _gathered_scales(weights)
-        return QuantizedTensor(parts, first.scheme, (sum(ctx.rows), first.shape[1]), gradient_dtype(first))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Any:
-        return (None,) * len(ctx.rows) if grad is None else grad.split(ctx.rows)
-
-
-def _gathered_scales(weights: Sequence[Weight]) -> dict[str, Tensor]:
-    """Scales that travelled are put under one another; those that every rank has are asked from the group."""
-    group, scheme = weights[0].memory.group, weights[0].scheme
-    directions = [ROWWISE, COLUMNWISE] if group.keeps_columnwise else [ROWWISE]
-    known = [d for d in directions if scheme.block is None or group.parts[0].extent(d) is not Extent.OWN]
-    found = _joined_scales(group, known)
-    for direction in (d for d in directions if d not in known):
-        name = f"{direction}_scale_inv"
-        # Columnwise ones are filled before backward, in the memory that autograd holds from forward on.
-        found[name] = group.joined[name] if direction == COLUMNWISE else torch.cat([w._parts[name] for w in weights])
-        if scheme.needs_tensor_amax:
-            found[f"{direction}_amax"] = group.amax
-    return found
-
-
-# ------------------------------------------------------------------------------------- are the bytes those of the master?
-
-
-def fresh(weight: Weight) -> bool:
-    """Whether the bytes are those of the master's values."""
-    memory, master = weight.memory, weight.master
-    assert master is not None
-    return bool(memory.data) and memory.made_from.get(_address(master)) == master._version
-
-
-def note_made(weight: Weight) -> None:
-    """The bytes were just made from the master's values."""
-    weight.memory.made_from = {}
-    note_same(weight)
-
-
-def note_same(weight: Weight) -> None:
-    """The master is other memory with the values that the bytes were made from."""
-    assert weight.master is not None
-    weight.memory.made_from[_address(weight.master)] = weight.master._version
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-# ------------------------------------------------------------------------------------------------------------------ writing
-
-
-def _written(func: Any, args: tuple, kwargs: dict) -> list[Weight]:
-    """The weights that the op would write into."""
-    found: list[Weight] = []
-    for i, argument in enumerate(func._schema.arguments):
-        written = argument.alias_info is not None and argument.alias_info.is_write
-        if not (written or _receives(func, argument.name)):
-            continue
-        value = args[i] if i < len(args) else kwargs.get(argument.name)
-        found += [v for v in torch_private.tree_flatten(value)[0] if isinstance(v, Weight)]
-    return found
-
-
-def _receives(func: Any, argument: str) -> bool:
-    """Collectives write without saying so in their schema."""
-    tensors = argument == "tensors" and func is not torch.ops.c10d.send.default
-    return func.namespace == "c10d" and (tensors or argument.startswith("output"))
-
-
-def _write(func: Any, args: tuple, kwargs: dict) -> Any:
-    """An op that writes: into masters, or by dequantize, compute, quantize."""
-    targets = _written(func, args, kwargs)
-    values = {id(w): w._values() for w in targets}
-
-    def plain(q: Any) -> Tensor:
-        return values[id(q)] if id(q) in values else q._values()
-
-    plain_args, plain_kwargs = torch_private.map_instances(QuantizedTensor, plain, (args, kwargs))
-    result = func(*plain_args, **plain_kwargs)
-    received = func.namespace == "c10d"
-    if received:  # `dist.broadcast(weight, async_op=True)` and the like: what is quantized next has to be there
-        torch_private.wait_for_work(result)
-    bytes_only = [w for w in targets if w.master is None]
-    if bytes_only:
-        requantize = _requantize_given if received else Weight.requantize_together_
-        requantize(bytes_only, [values[id(w)] for w in bytes_only])
-        mark_written(bytes_only)
-    for weight in targets:
-        weight.memory.made_from = {}
-    back = {id(values[id(w)]): w for w in targets}
-    return torch_private.map_instances(Tensor, lambda t: back.get(id(t), t), result)
-
-
-def _warn_of_buckets(weight: Weight, value: Tensor) -> None:
-    """Who puts a parameter's own values into a larger buffer and gives it a view of that means the buffer to be the parameter."""
-    if isinstance(value, QuantizedTensor) or weight.master is not None or torch_private.is_fake(value) or value.is_meta:
-        return
-    if value.untyped_storage().nbytes() > value.numel() * value.element_size() and torch.equal(value, weight._values()):
-        warn_once(
-            f"ottava: {weight.memory.name} is stored in FP8, and its `data` was set to a view of a larger buffer with the same values. It "
-            "does not follow that buffer: ZeroRedundancyOptimizer(parameters_as_bucket_view=True) and the like would not train it."
-        )
 
 
 def _change_dtype(weight: Weight, values: Tensor) -> None:
@@ -800,203 +378,18 @@ def _change_dtype(weight: Weight, values: Tensor) -> None:
     torch.Tensor.data.__set__(weight, other)  # type: ignore[attr-defined]
 
 
-def mark_written(weights: Sequence[Weight]) -> None:
-    """Below autograd, where ops on a weight arrive, writing changes no tensor's version. But versions are how `operands` knows that scales
-    have changed, and how autograd refuses a backward that holds bytes of before."""
-    for group in {id(w.memory.group): w.memory.group for w in weights}.values():
-        made = [] if group.operands is None else list(group.operands[1].values())
-        torch.autograd.graph.increment_version([*made, *(t for part in group.parts for t in part.tensors())])
-        for part in group.parts:
-            part.bytes_follow_given()
-
-
-def _copy(func: Any, target: Weight, source: Tensor, *unused: Any) -> Any:
-    written = _copy_into(func, target, source)
-    if target.master is None and target.state is not State.GATHERED:
-        mark_written([target])
-    return written
-
-
-def _copy_into(func: Any, target: Weight, source: Tensor) -> Any:
-    if source.dtype == torch.uint8 and target.master is None and target.state is not State.GATHERED:
-        # No weight has values of this type: torch's `broadcast_from_rank0` writes an entry of a state dict where the parameter is.
-        target.memory.take_bytes(source)
-        return target
-    if target.shape != source.shape:
-        raise ValueError(f"copy_ needs equal shapes: target {tuple(target.shape)}, source {tuple(source.shape)}.")
-    if isinstance(source, Weight) and target._cell.new:
-        target._cell.move_in(source.memory)
-    if target.master is not None:
-        same = isinstance(source, Weight) and source.memory is target.memory and fresh(source)
-        func(target.master, source._values() if isinstance(source, QuantizedTensor) else source)
-        if same:
-            note_same(target)
-        else:
-            target.memory.made_from = {}
-        return target
-    if isinstance(source, Weight) and source.master is None and source.scheme == target.scheme:
-        if source.memory is target.memory:
-            return target
-        if not target.memory.shares_scales or target.memory.group.same_scales(source.memory.group):
-            target.memory.copy_from(source.memory)
-            return target
-    whole = target.state is State.WHOLE and not target.memory.shares_scales
-    if type(source) is QuantizedTensor and source.scheme == target.scheme and whole:
-        _take_buffers(target.memory, {n: t.to(target.device, copy=True) for n, t in source._parts.items()})
-        return target
-    _requantize_given([target], [source._values() if isinstance(source, QuantizedTensor) else source])
-    return target
-
-
-def _requantize_given(targets: Sequence[Weight], values: Sequence[Tensor]) -> None:
-    """Values that come one parameter at a time, as from a file or another rank, into weights that share a scale with others: they are kept
-    until all parts of the matrix have theirs, so that what comes last does not round those before it a second time. So it is the same
-    whether they come one by one or at once, and ranks that get the same values have the same bytes."""
-    Weight.requantize_together_(targets, values)
-    for target, value in zip(targets, values, strict=True):
-        memory = target.memory
-        if memory.shares_scales and not torch_private.is_fake(value):
-            memory.keep_given(value.detach().reshape(memory.place.rows, memory.place.unit[1]))
-
-
-# ------------------------------------------------------------------------------------------------------- views and new memory
-
-
-def _alias(func: Any, weight: Weight) -> Weight:
-    return weight._like(weight.shape, None if weight.master is None else func(weight.master))
-
-
-def _view(func: Any, weight: Weight, size: Any, *rest: Any) -> Any:
-    if weight.state is State.GATHERED:  # FSDP views it once, to its own shape
-        same = torch.Size(size) == weight.shape
-        return weight._like(weight.shape, weight.master) if same else NotImplemented
-    if weight.master is not None:
-        master = func(weight.master, size, *rest)
-        return weight._like(master.shape, master)
-    shape = torch.Size([weight.numel() if n == -1 and len(size) == 1 else n for n in size])
-    if weight.state is State.SHARD:
-        return weight._like(shape) if shape.numel() == weight.numel() else NotImplemented
-    if shape == weight.shape:
-        return weight._like(shape)
-    return NotImplemented if func is aten.as_strided.default else QUANTIZED_HANDLERS[func](func, weight, size)
-
-
-def _slice(
-    func: Any, weight: Weight, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> Any:
-    if weight.master is not None:
-        master = func(weight.master, dim, start, end, step)
-        return weight._like(master.shape, master)
-    if weight.state is not State.SHARD:
-        return QUANTIZED_HANDLERS[func](func, weight, dim, start, end, step)
-    if dim != 0 or start or step != 1 or weight.dim() != 2:
-        return NotImplemented
-    return weight._like((len(range(*slice(start, end).indices(weight.shape[0]))), weight.shape[1]))
-
-
-@functools.cache
-def _makes_views(func: Any) -> bool:
-    """Whether what the op returns is memory of what it is given."""
-    returned = [r.alias_info for r in func._schema.returns]
-    return any(alias is not None and not alias.is_write for alias in returned)
-
-
-def _master_views(func: Any, weight: Weight, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Views of a master (a row, the transpose) know whose they are. Below autograd a view has a version of its own, so a write through
-    a plain one would leave bytes that nobody knows to be old."""
-    made = func(weight.master, *args, **kwargs)
-    seen = [weight._like(view.shape, view) for view in (made if isinstance(made, list | tuple) else [made])]
-    return seen if isinstance(made, list | tuple) else seen[0]
-
-
-def _split(func: Any, weight: Weight, size: int, dim: int = 0) -> Any:
-    """How FSDP2 cuts a parameter into rows."""
-    if weight.state is not State.WHOLE or dim != 0 or weight.dim() != 2 or not _can_be_cut(weight):
-        return NotImplemented
-    rows = weight.shape[0]
-    starts = range(0, rows, size) if size else range(1)
-
-    def shard(start: int) -> Weight:
-        stop = min(start + size, rows)
-        cell = Cell(lambda: _shard_memory(weight, start, stop, size))
-        master = None if weight.master is None else weight.master[start:stop]
-        shape = (stop - start, weight.shape[1])
-        return Weight(cell, State.SHARD, shape, weight.dtype, weight.device, master)
-
-    return [shard(start) for start in starts]
-
-
-def _can_be_cut(weight: Weight) -> bool:
-    scheme = weight.memory.group.scheme
-    return scheme is None or not (scheme.hadamard or scheme.stochastic)
-
-
-def _shard_memory(weight: Weight, start: int, stop: int, padded: int) -> WeightMemory:
-    place = weight.memory.place.shard(start, stop, padded)
-    return weight.memory.part(place, ("shard", place.world, start // max(padded, 1) if stop > start else "empty"))
-
-
-def _new(func: Any, weight: Weight, size: Any, *, dtype: Any = None, device: Any = None, **unused: Any) -> Any:
-    """Memory for rows that are copied in next; without such a copy, for a rank that has none."""
-    other_kind = dtype not in (None, weight.dtype) or device not in (None, weight.device)
-    if other_kind or len(size) != 2 or size[1] != weight.memory.place.unit[1] or not _can_be_cut(weight):
-        return NotImplemented
-    if weight.state is State.GATHERED:
-        return NotImplemented
-    rows = weight.memory.place.unit[0]
-    if weight.state is State.WHOLE:
-        cell = Cell(lambda: _shard_memory(weight, rows, rows, size[0]), new=True)
-    else:
-        cell = Cell(lambda: weight.memory, new=True)
-    master = None if weight.master is None else func(weight.master, size, **unused)
-    return Weight(cell, State.SHARD, tuple(size), weight.dtype, weight.device, master)
-
-
-def _moved(weight: Weight, function: Callable[[Tensor], Tensor], same_values: bool = True) -> Any:
-    """The weight in other memory: `function` is applied to each of its tensors."""
-    if weight.state is State.GATHERED:
-        return NotImplemented
-    if weight.master is None:
-        memory = weight.memory.map(function)
-        device = next(iter(memory.data.values())).device
-        return Weight(memory, weight.state, weight.shape, weight.dtype, device)
-    was_fresh = weight.memory.quantized and fresh(weight)
-    moved = weight._like(weight.shape, function(weight.master))
-    if was_fresh and same_values:
-        note_same(moved)
-    return moved
-
-
-def _to_copy(func: Any, weight: Weight, *, dtype: Any = None, device: Any = None, **options: Any) -> Any:
-    if dtype not in (None, weight.dtype):
-        return NotImplemented
-    blocking = options.get("non_blocking", False)
-    return _moved(weight, lambda t: t.to(device, non_blocking=blocking, copy=True))
-
-
-def _empty_like(func: Any, weight: Weight, **options: Any) -> Any:
-    if options.get("dtype") not in (None, weight.dtype):
-        return NotImplemented
-    device = options.get("device")
-    return _moved(weight, lambda t: torch.empty_like(t, device=device), same_values=False)
-
-
-def _clone(func: Any, weight: Weight, memory_format: Any = None) -> Any:
-    return _moved(weight, torch.clone) if weight.master is None else NotImplemented
-
-
 _HANDLERS: dict[Any, Callable] = {
-    aten.detach.default: _alias,
-    aten.alias.default: _alias,
-    aten.view.default: _view,
-    aten._unsafe_view.default: _view,
-    aten.as_strided.default: _view,
-    aten.slice.Tensor: _slice,
-    aten.split.Tensor: _split,
-    aten.new_zeros.default: _new,
-    aten.empty_like.default: _empty_like,
-    aten.copy_.default: _copy,
-    aten.clone.default: _clone,
-    aten._to_copy.default: _to_copy,
-    aten._pin_memory.default: lambda func, weight, device=None: _moved(weight, lambda t: t.pin_memory()),
+    aten.detach.default: weight_views.alias,
+    aten.alias.default: weight_views.alias,
+    aten.view.default: weight_views.view,
+    aten._unsafe_view.default: weight_views.view,
+    aten.as_strided.default: weight_views.view,
+    aten.slice.Tensor: weight_views.slice_rows,
+    aten.split.Tensor: weight_views.split,
+    aten.new_zeros.default: weight_views.new_zeros,
+    aten.empty_like.default: weight_views.empty_like,
+    aten.copy_.default: weight_writes.copy,
+    aten.clone.default: weight_views.clone,
+    aten._to_copy.default: weight_views.to_copy,
+    aten._pin_memory.default: weight_views.pin_memory,
 }

@@ -24,7 +24,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ottava import torch_private
-from ottava.quant.weight_memory import COLUMNWISE, ROWWISE, Extent, WeightMemory, in_gemm_layout
+from ottava.quant.weight_memory import COLUMNWISE, ROWWISE, WeightMemory
+from ottava.quant.weight_operands import in_gemm_layout
+from ottava.quant.weight_place import Extent
 
 BOTH, UNQUANTIZED = "both", "unquantized"
 

@@ -1,28 +1,13 @@
-"""`WeightMemory`: the bytes and scales that a rank holds of a weight, and where they lie in the matrix that one process would hold.
+"""`WeightMemory`: the bytes and scales that a rank holds of a weight.
 
-[Note: one matrix] A GEMM multiplies by one matrix [M, N]. A parameter is all of it, or some of its rows where q, k and v, or gate and
-up, are parameters of their own. A tensor-parallel rank has a box of the parameter, its *unit*; FSDP's rank has rows of the unit. So
-whatever a rank holds is a box of the matrix (`Place`), and bytes and scales are those of the matrix, quantized by one process: the
-blocks that share a scale lie on the matrix's grid, wherever ranks cut it.
-
-[Note: extent of scales] Which scales a rank has:
-
-    MATRIX   of the whole matrix, equal on all its ranks: one scale a tensor, and blocks that a tensor-parallel border, or the border
-             between two parameters, cuts
-    UNIT     of its unit, equal on the ranks among which FSDP shares the unit: square blocks, and 1-D blocks that FSDP's borders cut
-    OWN      of its own rows: 1-D blocks that no border cuts. They travel with the bytes.
-
-Scales of MATRIX and UNIT follow from an amax that is MAX-reduced over those ranks (`weight_renew`); they need not travel.
+They are those of the matrix that one process would hold: `weight_place` says where they lie in it ([Note: one matrix]) and which scales a
+rank has ([Note: extent of scales]). What all parameters of the matrix share, its `ScaleGroup` has.
 """
 
 from __future__ import annotations
 
-import enum
-import itertools
 import math
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,8 +15,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ottava import torch_private
-from ottava.quant.delayed import DelayedState
+from ottava.quant.scale_group import ScaleGroup
 from ottava.quant.scheme import Scheme
+from ottava.quant.weight_place import Block, Box, Extent, Place, blocks_of, count_blocks, extent_of, grid_step, within
 from ottava.recipe import Recipe
 
 ROWWISE, COLUMNWISE = "rowwise", "columnwise"
@@ -40,149 +26,9 @@ TENSOR_NAMES = (
     "tensor_amax",
     "tensor_scale_inv",
 )
-Block = tuple[int, int]
-Box = tuple[int, int, int, int]
-"""(top, left, rows, columns)"""
+"""Of the tensors that a stored weight is made of, as torch.compile asks for them: see `WeightMemory.named_tensors`."""
 Groups = tuple[Any, ...]
 """Process groups over which something is reduced one after the other."""
-
-
-class Extent(enum.Enum):
-    """[Note: extent of scales]"""
-
-    MATRIX = enum.auto()
-    UNIT = enum.auto()
-    OWN = enum.auto()
-
-
-@dataclass(frozen=True)
-class Place:
-    """A box of a matrix, see [Note: one matrix]."""
-
-    matrix: tuple[int, int]
-    part: tuple[int, int]
-    """First row and number of rows of the parameter in the matrix."""
-    origin: tuple[int, int]
-    """Where the unit begins in the matrix."""
-    unit: tuple[int, int]
-    """Shape of the unit: the parameter, or a tensor-parallel rank's box of it."""
-    start: int
-    """First of the unit's rows that are held ..."""
-    rows: int
-    """... and how many are."""
-    padded: int
-    """Rows of memory: FSDP gives all ranks as many as the first one."""
-
-    @staticmethod
-    def whole(shape: Sequence[int]) -> Place:
-        """A matrix that is one parameter, on one rank."""
-        rows, columns = shape
-        return Place((rows, columns), (0, rows), (0, 0), (rows, columns), 0, rows, rows)
-
-    def among(self, rows_before: int, matrix_rows: int) -> Place:
-        """The parameter becomes a part of a matrix of `matrix_rows` rows."""
-        below = self.origin[0] - self.part[0] + rows_before
-        return replace(
-            self,
-            matrix=(matrix_rows, self.matrix[1]),
-            part=(rows_before, self.part[1]),
-            origin=(below, self.origin[1]),
-        )
-
-    def enlarged(self, dim: int, rank: int, size: int) -> Place:
-        """What was taken for a whole parameter is the box of rank `rank` of `size` along `dim`."""
-        (rows, columns), (first, count), (top, left) = self.matrix, self.part, self.origin
-        if dim == 0:
-            first, count, rows = first * size, count * size, rows * size
-            top = first + rank * self.unit[0]
-        else:
-            columns, left = columns * size, rank * self.unit[1]
-        return replace(self, matrix=(rows, columns), part=(first, count), origin=(top, left))
-
-    def split(self, dim: int, rank: int, size: int) -> Place:
-        """The box of rank `rank` of `size` ranks that split the unit along `dim`."""
-        (rows, columns), (top, left) = self.unit, self.origin
-        if dim == 0:
-            rows //= size
-            top += rank * rows
-        else:
-            columns //= size
-            left += rank * columns
-        return replace(self, unit=(rows, columns), origin=(top, left), rows=rows, padded=rows)
-
-    def shard(self, start: int, stop: int, padded: int) -> Place:
-        """Rows [start, stop) of the unit in memory for `padded` rows."""
-        return replace(self, start=start, rows=stop - start, padded=padded)
-
-    @property
-    def top(self) -> int:
-        """First row that is held, in the matrix."""
-        return self.origin[0] + self.start
-
-    @property
-    def left(self) -> int:
-        """First column."""
-        return self.origin[1]
-
-    @property
-    def world(self) -> int:
-        """Ranks among which FSDP shares the unit."""
-        return -(-self.unit[0] // self.padded) if self.padded else 1
-
-    def box(self, extent: Extent) -> Box:
-        """What an extent means here."""
-        if extent is Extent.MATRIX:
-            return 0, 0, *self.matrix
-        if extent is Extent.UNIT:
-            return *self.origin, *self.unit
-        return self.top, self.left, self.rows, self.unit[1]
-
-    def cut_by_units(self, block: Block) -> bool:
-        """Whether a border between tensor-parallel ranks or between parameters may run through a block."""
-        (first, count), (rows, columns) = self.part, self.unit
-        ends_inside = (first + count) % block[0] and first + count != self.matrix[0]
-        return bool(
-            first % block[0]
-            or ends_inside
-            or (rows != count and rows % block[0])
-            or (columns != self.matrix[1] and columns % block[1])
-        )
-
-    def cut_by_shards(self, block: Block) -> bool:
-        """Whether a border between FSDP's ranks may."""
-        return self.world > 1 and self.padded % block[0] != 0
-
-    def cut_like(self, before: Place, after: Place) -> Place:
-        """This place after it was cut as `before` was to become `after`: the same share of rows or columns, as many shards.
-
-        Where it begins does not matter to who asks.
-        """
-        place = self
-        if after.unit != before.unit:
-            dim = 0 if after.unit[0] != before.unit[0] else 1
-            place = place.split(dim, 0, before.unit[dim] // after.unit[dim])
-        return replace(place, padded=-(-place.unit[0] // after.world)) if after.world > 1 else place
-
-
-def extent_of(scheme: Scheme, block: Block, places: Sequence[Place]) -> Extent:
-    """Equal on all ranks, since ranks have equal parts. places: of all parameters that hold rows of the matrix."""
-    if any(place.cut_by_units(block) for place in places):
-        return Extent.MATRIX
-    if not scheme.two_copies or any(place.cut_by_shards(block) for place in places):
-        return Extent.UNIT
-    return Extent.OWN
-
-
-def blocks_of(box: Box, block: Block) -> tuple[slice, slice]:
-    """The blocks of the matrix that a box touches, down and across."""
-    top, left, rows, columns = box
-    down = slice(top // block[0], -(-(top + rows) // block[0]) if rows else top // block[0])
-    return down, slice(left // block[1], -(-(left + columns) // block[1]) if columns else left // block[1])
-
-
-def count_blocks(blocks: tuple[slice, slice]) -> tuple[int, int]:
-    """Down and across."""
-    return blocks[0].stop - blocks[0].start, blocks[1].stop - blocks[1].start
 
 
 def written_over(old: Sequence[Tensor | None], new: Sequence[Tensor]) -> list[Tensor]:
@@ -209,61 +55,6 @@ def _same_kind(old: Tensor, new: Tensor) -> bool:
     if old.shape != new.shape or old.dtype != new.dtype or old.device != new.device or old.is_meta:
         return False
     return old.stride() == new.stride() and not old.is_inference() and not torch_private.is_fake(new)
-
-
-def within(blocks: tuple[slice, slice], outer: tuple[slice, slice]) -> tuple[slice, slice]:
-    """Where blocks lie among those of a larger box."""
-    down, across = (slice(b.start - o.start, b.stop - o.start) for b, o in zip(blocks, outer))
-    return down, across
-
-
-class ScaleGroup:
-    """The parameters that hold rows of one matrix, and what they share: its scheme, its amax, its scale of the tensor."""
-
-    def __init__(self, scheme: Scheme | None, needs_columnwise: bool = True) -> None:
-        self.scheme = scheme
-        """None: no recipe is known yet, or it quantizes nothing."""
-        self.needs_columnwise = needs_columnwise
-        """Whether backward multiplies by the columnwise copy. (Not if the recipe's `backward_override` dequantizes.)"""
-        self.parts: list[WeightMemory] = []
-        self.delayed: DelayedState | None = None
-        """Where delayed scaling keeps the scale, and in which column of `fwd_scale`. None: it follows from the amax."""
-        self.column = 0
-        self.amax = self.scale = self.scale_inv = torch.empty(0)
-        """float32 [1], equal on all ranks that hold a part of the matrix; empty where the scheme has none."""
-        self.grids: dict[str, Tensor] = {}
-        """By direction, scales of all blocks of the matrix, where they are of that extent."""
-        self.joined: dict[str, Tensor] = {}
-        """Memory that gathered parts share, so that they lie behind one another (`weight_gather`)."""
-        self.operands: tuple[Any, dict[str, Tensor]] | None = None
-        """Of whole units: what a GEMM takes, and the versions of what it was made from."""
-        self._cut: weakref.WeakValueDictionary[Any, ScaleGroup] = weakref.WeakValueDictionary()
-
-    @property
-    def keeps_columnwise(self) -> bool:
-        """Whether there are bytes of both directions. Where one is the transpose of the other, backward makes it from the bytes."""
-        return self.scheme is not None and self.scheme.two_copies and self.needs_columnwise
-
-    def same_scales(self, other: ScaleGroup) -> bool:
-        """Whether bytes mean the same under the scales that each group's parts share."""
-        mine, theirs = ({"amax": g.amax, "scale_inv": g.scale_inv} | g.grids for g in (self, other))
-        return mine.keys() == theirs.keys() and all(torch.equal(t, theirs[key].to(t.device)) for key, t in mine.items())
-
-    def cut(self, key: Any) -> ScaleGroup:
-        """The group of the parts after all of them were cut in the way that `key` names: parts that belong together stay so."""
-        group = self._cut.get(key)
-        if group is None:
-            group = self.map(lambda t: t)
-            group.delayed, group.column = self.delayed, self.column
-            self._cut[key] = group
-        return group
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> ScaleGroup:
-        """A group of no parts with `function` of these tensors."""
-        other = ScaleGroup(self.scheme, self.needs_columnwise)
-        other.amax, other.scale, other.scale_inv = (function(t) for t in (self.amax, self.scale, self.scale_inv))
-        other.grids = {key: function(t) for key, t in self.grids.items()}
-        return other
 
 
 class WeightMemory:
@@ -631,35 +422,3 @@ class WeightMemory:
         amax = parts.get("rowwise_amax", self.group.amax)
         operand = parts["rowwise_data"], parts["rowwise_scale_inv"], amax
         return torch.ops.ottava.dequantize(*operand, str(self.scheme), dtype)
-
-
-def grid_step(block: Block, boxes: Sequence[Box]) -> Block:
-    """The largest block that divides all boxes into pieces of single blocks of the matrix; `block` where boxes begin with one."""
-    step = list(block)
-    for dim in (0, 1):
-        if any(box[dim] % block[dim] for box in boxes):
-            step[dim] = math.gcd(block[dim], *(n for box in boxes for n in (box[dim], box[dim + 2])))
-        elif any(box[dim + 2] % block[dim] for box in boxes[:-1]):  # the next one begins inside of a block of the grid
-            step[dim] = math.gcd(block[dim], *(box[dim + 2] for box in boxes))
-    return step[0], step[1]
-
-
-def joined_scale_inv(parts: Sequence[WeightMemory], direction: str) -> Tensor:
-    """Scales of the units of all parts, one under the other, as rows and columns of the matrix."""
-    boxes = [part.place.box(Extent.UNIT) for part in parts]
-    if parts[0].scheme.block is None:
-        return parts[0].group.scale_inv
-    block = parts[0].block(direction)
-    if parts[0].extent(direction) is Extent.MATRIX and all(a[0] + a[2] == b[0] for a, b in itertools.pairwise(boxes)):
-        top, left, _, columns = boxes[0]
-        return parts[0].scale_inv(direction, (top, left, sum(box[2] for box in boxes), columns))
-    step = grid_step(block, boxes)
-    scales = [part.scale_inv(direction, box, step) for part, box in zip(parts, boxes)]
-    return scales[0] if len(scales) == 1 else torch.cat(scales)
-
-
-def in_gemm_layout(scale: Tensor, scheme: Scheme) -> Tensor:
-    """float32 scales of 1-D blocks lie with the row index fastest, as the block GEMM reads them; others are contiguous."""
-    if scale.dim() == 2 and scheme.two_copies and scale.dtype == torch.float32:
-        return scale.t().contiguous().t()
-    return scale.contiguous()

@@ -11,18 +11,11 @@ import torch
 from torch import Tensor
 
 from ottava import torch_private
+from ottava.quant.scale_group import ScaleGroup
 from ottava.quant.scaling import scale_from_amax
 from ottava.quant.scheme import Scheme
-from ottava.quant.weight_memory import (
-    Extent,
-    Groups,
-    ScaleGroup,
-    WeightMemory,
-    blocks_of,
-    count_blocks,
-    within,
-    written_over,
-)
+from ottava.quant.weight_memory import Groups, WeightMemory, written_over
+from ottava.quant.weight_place import Extent, blocks_of, count_blocks, within
 
 Weights = list[tuple[Tensor, WeightMemory]]
 Known = dict[Any, Tensor]

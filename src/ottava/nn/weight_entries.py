@@ -1,0 +1,204 @@
+"""The entries of a weight in a state dict: made, read, checked and turned into values.
+
+[Note: state dict of a stored weight] A weight that `quantized_model_init` has stored in FP8 has these entries, plain tensors or DTensors
+of plain tensors, each true to what it says about itself:
+
+    NAME                        uint8 [M, K]; E2M1 [M, K/2], even columns in the low half
+    NAME_scale_inv              float32 [1]; or one a block: [ceil(M/B), ceil(K/B)], [M, ceil(K/B)]; uint8 for MXFP8 and NVFP4
+    NAME_amax                   float32 [1], where the scheme has one
+    NAME_format                 uint8 [24]: element format and block as text ("e4m3:128x128"), padded with zeros
+    NAME_columnwise             uint8 [M, K], 1-D blocks only: the bytes that backward multiplies by, not transposed
+    NAME_columnwise_scale_inv   one a block of these: [ceil(M/B), K]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ottava import exchange
+from ottava.nn.draw import is_dtensor
+from ottava.nn.held import full, held, own_part
+from ottava.nn.strategy import like_dtensor
+from ottava.quant.scheme import Scheme
+from ottava.quant.tensor import QuantizedTensor
+from ottava.quant.weight import Weight
+from ottava.quant.weight_memory import COLUMNWISE, ROWWISE, WeightMemory
+from ottava.quant.weight_operands import upright
+from ottava.quant.weight_place import Extent, blocks_of
+
+ENTRIES = ("scale_inv", "amax", "format", "columnwise", "columnwise_scale_inv")
+
+
+def state_entries(name: str, parameter: Any) -> dict[str, Tensor]:
+    """[Note: state dict of a stored weight] of a parameter: plain tensors where every rank has all, else DTensors."""
+    weight: Weight = held(parameter)
+    memory = weight.memory
+    scheme, (_, rows) = memory.scheme, memory.place.part
+    columns, count = memory.place.matrix[1], memory.place.rows
+    width = columns // scheme.elements_per_byte
+    entries = {
+        name: _spread(parameter, memory.data[ROWWISE][:count], (rows, width)),
+        f"{name}_format": scheme.as_bytes(weight.device),
+    }
+    if scheme.needs_tensor_amax:
+        entries[f"{name}_amax"] = memory.group.amax
+    if scheme.per_tensor:
+        entries[f"{name}_scale_inv"] = memory.group.scale_inv
+        return entries
+    entries[f"{name}_scale_inv"] = _scale_entry(parameter, memory, ROWWISE)
+    if memory.two_copies:
+        entries[f"{name}_columnwise"] = _spread(parameter, memory.data[COLUMNWISE][:count], (rows, width))
+        entries[f"{name}_columnwise_scale_inv"] = _scale_entry(parameter, memory, COLUMNWISE)
+    return entries
+
+
+def _spread(parameter: Any, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """`tensor` placed as the parameter is; shape: of the whole."""
+    return like_dtensor(parameter, tensor, shape) if is_dtensor(parameter) else tensor
+
+
+def _scale_entry(parameter: Any, memory: WeightMemory, direction: str) -> Tensor:
+    """Scales of the parameter's blocks, rows and columns as in the matrix."""
+    extent, scale, block = memory.extent(direction), memory.scales(direction), memory.block(direction)
+    (first, rows), columns = memory.place.part, memory.place.matrix[1]
+    down, across = blocks_of((first, 0, rows, columns), block)
+    shape = (down.stop - down.start, across.stop)
+    if extent is Extent.MATRIX:
+        return scale[down]
+    if not is_dtensor(parameter):
+        return scale
+    if extent is Extent.OWN:
+        return like_dtensor(parameter, scale, shape)
+    from torch.distributed.tensor import Replicate
+
+    if not memory.tensor_groups:  # every rank has the scales of all rows
+        return scale
+    placements = [Replicate()] * (parameter.device_mesh.ndim - 1) + [parameter.placements[-1]]
+    return like_dtensor(parameter, scale, shape, placements)
+
+
+def load_entries(name: str, parameter: Any, loaded: Mapping[str, Tensor]) -> str | None:
+    """Copies the entries of a stored weight into it; what is wrong with them, if anything."""
+    targets = state_entries(name, parameter)
+    for key, target in targets.items():
+        if key not in loaded:
+            return f"{name} is stored in FP8 and its bytes are there, but {key!r} is missing: they mean nothing without it."
+        source = loaded[key]
+        # torch's loading of full state dicts gives bytes that hold two elements the shape of the parameter.
+        shape = tuple(source.shape) if not (key == name and is_dtensor(source)) else tuple(target.shape)
+        if shape != tuple(target.shape) or source.dtype != target.dtype:
+            return (
+                f"{key} is {source.dtype} of shape {tuple(source.shape)} in the state dict, but {target.dtype} of shape "
+                f"{tuple(target.shape)} here."
+            )
+        if key.endswith("_format"):
+            if not torch.equal(target.cpu(), source.cpu()):
+                return f"{name} is stored as {weight_format(target)} here, but as {weight_format(source)} in the state dict."
+            continue
+        mine, other = held(target), own_part(target, source)
+        if mine.shape != other.shape:
+            return f"{key}: this rank holds {tuple(mine.shape)} of it, but the state dict gives {tuple(other.shape)}."
+        if mine.data_ptr() != other.data_ptr() or mine.numel() == 0:
+            mine.copy_(other)
+    held(parameter).memory.bytes_were_loaded()
+    return None
+
+
+def from_one_rank(parameter: Any, entries: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The entries, where some ranks may have fewer: they take them from a rank that has them. Every rank has to call it.
+
+    `set_model_state_dict(broadcast_from_rank0=True)` sends what has the name of a parameter or a buffer, so of a stored weight the
+    bytes alone; scales stay where they were read.
+    """
+    if not is_dtensor(parameter):
+        return entries
+    mesh = parameter.device_mesh
+    for dim in range(mesh.ndim):
+        group, size = mesh.get_group(dim), mesh.size(dim)
+        if size == 1:
+            continue
+        kinds = {key: (tuple(t.shape), t.dtype) for key, t in entries.items() if not is_dtensor(t)}
+        known = exchange.all_gather((sorted(entries), kinds), group, parameter.device)
+        most = max(range(size), key=lambda rank: (len(known[rank][0]), -rank))
+        if all(names == known[most][0] for names, _ in known):
+            continue
+        source = torch.distributed.get_global_rank(group, most)
+        for key, (shape, dtype) in sorted(known[most][1].items()):
+            if all(key in names for names, _ in known):
+                continue
+            tensor = entries.get(key)
+            if tensor is None:
+                tensor = torch.empty(shape, dtype=dtype, device=parameter.device)
+            sent = tensor.to(parameter.device).contiguous()
+            torch.distributed.broadcast(sent, source, group=group)
+            entries = entries | {key: sent}
+    return entries
+
+
+def are_values_of(parameter: Any, value: Any) -> bool:
+    """Whether an entry has the parameter's values in high precision: all of them, or spread as the parameter is."""
+    if not isinstance(value, Tensor) or not value.is_floating_point() or isinstance(held(value), QuantizedTensor):
+        return False
+    if value.shape != parameter.shape or value.is_meta:
+        return False
+    spread = is_dtensor(value)
+    return not spread or (is_dtensor(parameter) and value.placements == parameter.placements)  # type: ignore[attr-defined]
+
+
+def is_bytes(value: Any) -> bool:
+    """Whether an entry is that of a stored weight."""
+    plain = isinstance(value, Tensor) and value.dtype == torch.uint8
+    return plain and not isinstance(held(value), QuantizedTensor)
+
+
+def taken(state: dict[str, Any], key: str) -> dict[str, Tensor]:
+    """The entries of a weight by what their names end with; all but the first leave the state."""
+    found = {"": state[key]}
+    return found | {f"_{n}": state.pop(f"{key}_{n}") for n in ENTRIES if f"{key}_{n}" in state}
+
+
+def copies_of_scales(entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The scales and amax among the entries, as they are now."""
+    return {key: tensor.clone() for key, tensor in entries.items() if key.endswith(("scale_inv", "amax"))}
+
+
+def as_entries(key: str, value: Any, weight: Weight | None) -> dict[str, Tensor]:
+    """A quantized tensor in a state dict, as versions before 0.2 have them, as entries of plain tensors; {} for anything else."""
+    if type(value) is not QuantizedTensor or weight is None or value.scheme != weight.scheme:
+        return {}
+    scheme, parts = value.scheme, value._parts
+    entries = {key: parts["rowwise_data"], f"{key}_scale_inv": parts["rowwise_scale_inv"]}
+    entries[f"{key}_format"] = scheme.as_bytes(value.device)
+    if scheme.needs_tensor_amax and "rowwise_amax" in parts:
+        entries[f"{key}_amax"] = parts["rowwise_amax"]
+    if weight.memory.two_copies:
+        entries[f"{key}_columnwise"] = upright(parts["columnwise_data"], scheme)
+        entries[f"{key}_columnwise_scale_inv"] = parts["columnwise_scale_inv"].t()
+    return entries
+
+
+def to_values(state: dict[str, Any], key: str) -> None:
+    """Entries of a stored weight become its values, for a parameter that is not stored in FP8."""
+    if is_bytes(state.get(key)) and f"{key}_format" in state:
+        entries = {f"value{ending}": full(tensor) for ending, tensor in taken(state, key).items()}
+        state[key] = dequantized_entries("value", entries, torch.float32)
+
+
+def weight_format(entry: Tensor) -> str:
+    """The text of an entry NAME_format.
+
+    >>> weight_format(Scheme.parse("e4m3:128x128:pow2").as_bytes())
+    'e4m3:128x128'
+    """
+    return bytes(entry.cpu().tolist()).rstrip(b"\0").decode("ascii", "replace")
+
+
+def dequantized_entries(name: str, loaded: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """The values of a stored weight, whole, from its entries in a state dict."""
+    scheme = Scheme.parse(weight_format(loaded[f"{name}_format"]))
+    amax = loaded.get(f"{name}_amax", torch.empty(0))
+    return torch.ops.ottava.dequantize(loaded[name], loaded[f"{name}_scale_inv"], amax, str(scheme), dtype)
