@@ -11,6 +11,7 @@ Not where copies stay from microbatch to microbatch, nor for weights that are st
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,22 +24,25 @@ WeightSource = tuple[Tensor, tuple[Any, ...], tuple[int, ...]]
 """(weight [N, K] without autograd, the parameters whose memory it is, their versions in forward: who writes into a tensor raises its own).
 A plain tuple: one is made in every forward, and the constructor of a class would be a Python call more."""
 
+_VERSION = attrgetter("_version")
+
 
 def source_of_weight(weight: Tensor, plain: Tensor, owners: Sequence[Any]) -> WeightSource | None:
     """Where backward finds the weight again: in the memory of parameters. None where it is a tensor of its own.
 
     plain: weight.detach(). owners: the parameters whose rows it is.
     """
-    if weight.is_inference() or not all(isinstance(owner, nn.Parameter) for owner in owners):
-        return None  # an inference tensor has no version
-    if weight is not owners[0]:
-        if any(type(owner) is not nn.Parameter for owner in owners):
+    if weight.is_inference():
+        return None  # it has no version
+    for owner in owners:
+        if not isinstance(owner, nn.Parameter) or (weight is not owners[0] and type(owner) is not nn.Parameter):
             return None
+    if weight is not owners[0]:
         if weight.untyped_storage().data_ptr() != owners[0].untyped_storage().data_ptr():
             return None  # a concatenation
     elif type(weight) is not nn.Parameter and not torch_private.is_fake(weight):
         return None
-    return plain, tuple(owners), tuple(owner._version for owner in owners)
+    return plain, tuple(owners), tuple(map(_VERSION, owners))
 
 
 def quantize_again(
@@ -49,7 +53,7 @@ def quantize_again(
     ops: what has the ops as attributes.
     """
     weight, owners, versions = source
-    if any(owner._version != version for owner, version in zip(owners, versions)):
+    if tuple(map(_VERSION, owners)) != versions:
         raise ValueError(
             f"A weight of shape {tuple(weight.shape)} was written to between forward and backward, which makes its FP8 copy from it: write "
             "to it after backward, or pass is_first_microbatch=True to the forward, which keeps the copy."
