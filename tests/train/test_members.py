@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -175,6 +177,28 @@ def test_a_generation_that_never_gets_complete_is_given_up(store, monkeypatch):
     kept = Keeper(config(), store, ranks, 2, start, child=True)
     assert launch.wait_for(ranks, None, kept) == (0, exits.STALLED)
     assert ranks[0] is not mine and ranks[0].process.exitcode == -9
+
+
+def test_a_rank_is_not_waited_for_after_the_launcher_that_served_the_store_has_ended(monkeypatch):
+    monkeypatch.setattr(launch, "ABANDONED_GRACE_S", 0.3)
+    serves = "store = d.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False); print(store.port, flush=True)"
+    command = [sys.executable, "-c", f"import time, torch.distributed as d; {serves}; time.sleep(60)"]
+    other = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )  # the launcher of rank 0
+    assert other.stdout is not None
+    store = dist.TCPStore("127.0.0.1", int(other.stdout.readline()), wait_for_workers=False)
+    found(store, 2)
+    stopping: list[bool] = []
+    ranks: dict[int, Any] = {1: Late(60.0, 0)}
+    kept = Keeper(config(), store, ranks, 2, Ranks(2).start, lambda: bool(stopping), child=True)  # type: ignore[arg-type]
+    kept.tend()
+    stopping.append(True)
+    kept.tend()
+    assert not kept.abandoned  # the others may still save together
+    other.kill()
+    other.wait(20)
+    assert launch.wait_for(ranks, None, kept) == (1, 137)
 
 
 def test_on_fewer_ranks_where_the_plan_allows_it(store):

@@ -66,6 +66,7 @@ class Keeper:
         self._complete = True  # the first generation has the time of a start, which the watchdog looks at
         self._deaths, self._furthest = 0, -1
         self._ask_after = 0.0
+        self._closed = False  # whether the store has closed the connection
         self._reported: set[int] = set()  # generations of which `over` counts our seats
         self.released: set[int] = set()
         """Seats that nobody sits on any more."""
@@ -80,6 +81,12 @@ class Keeper:
     def cut_off(self) -> bool:
         """Whether the store did not answer when it was asked last."""
         return self._ask_after > 0.0
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether this launcher was told to stop, and the one that served the store has ended: nobody is left whom a rank could save with.
+        (A store that is only slow to answer may belong to ranks that are saving.)"""
+        return self._closed and self._stopping()
 
     @property
     def on(self) -> bool:
@@ -199,10 +206,18 @@ class Keeper:
         if time.monotonic() < self._ask_after:
             return None
         answer: list[T] = []
-        if not watchdog.within(ASK_S, lambda: answer.append(question()), quiet=True):
+
+        def ask() -> None:
+            try:
+                answer.append(question())
+            except dist.DistNetworkError:
+                self._closed = True
+                raise
+
+        if not watchdog.within(ASK_S, ask, quiet=True):
             self._ask_after = time.monotonic() + ASK_S
             return None
-        self._ask_after = 0.0
+        self._ask_after, self._closed = 0.0, False
         return answer[0] if answer else None
 
 

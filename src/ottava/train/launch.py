@@ -40,6 +40,8 @@ GRACE_S = 15.0
 """Ranks get this long to end by themselves after one has failed: the others may wait for it in a collective."""
 STALLED_GRACE_S = 8.0
 """The same when a watchdog has ended one: the others' have looked at the same clock."""
+ABANDONED_GRACE_S = 5.0
+"""The same when torchrun ends them after the launcher of rank 0 has ended: it would wait for half a minute for a rank that is frozen."""
 PARENT_S = 6.0
 """torchrun gets this long to end after its ranks, where the network is cut."""
 IMPORTED = ("ottava.train.loop", "ottava.checkpoint.directory", "torch._dynamo", "numpy.ma", "numpy.random")
@@ -301,7 +303,9 @@ def wait_for(
                     _leave_behind([ranks[seat] for seat in stuck], exits.STALLED)
             if keeper is not None:
                 keeper.tend()
-                if keeper.hopeless():
+                if keeper.abandoned:
+                    deadline = time.monotonic() + ABANDONED_GRACE_S
+                elif keeper.hopeless():
                     tell("ottava train: not all ranks have come to the others: a machine is gone. Ending.")
                     first, deadline = next(iter(ranks)), time.monotonic()
                     gave_up = True
