@@ -53,7 +53,7 @@ def test_sizes_are_those_of_the_model(name: str) -> None:
 def test_memory_is_near_what_an_h200_allocated() -> None:
     lean = States("fused_adam", "float32", False, "float32", "bfloat16", "bfloat16", 0)
     found = footprint(*one_gpu("llama3-1b", 4, 4096, states=lean))
-    assert found.allocated / GIB == pytest.approx(26.4, rel=0.05)  # benchmarks/results/step-nvidia-h200-1b.json, "current"
+    assert found.allocated / GIB == pytest.approx(26.4, rel=0.05)  # "current" of results/step-nvidia-h200-1b.json
     # Weights stored in FP8: version 0.1 kept both copies of them, 6.5 GiB more than now, and allocated 121 GiB.
     stored = States("fused_adam", "bfloat16", True, "float32", "float32", "float32", 1)
     found = footprint(*one_gpu("llama3-8b", 1, 8192, "full", stored))
