@@ -117,8 +117,15 @@ def close(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("inside", [False, True], ids=["autocast-outside", "autocast-inside"])
-@pytest.mark.parametrize("scheme", ["delayed", "block"])
+@pytest.mark.parametrize(
+    "scheme, inside",
+    [
+        pytest.param("delayed", True, id="delayed-autocast-inside"),
+        pytest.param("block", False, id="block-autocast-outside"),
+        pytest.param("delayed", False, id="delayed-autocast-outside", marks=pytest.mark.extra),
+        pytest.param("block", True, id="block-autocast-inside", marks=pytest.mark.extra),
+    ],
+)
 def test_inductor(scheme: str, inside: bool) -> None:
     check("TransformerLayer", scheme, inside, "inductor", close)
 
