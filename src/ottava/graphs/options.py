@@ -3,38 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from ottava.quant.state import autocast
 from ottava.recipe import Recipe
 
 
+@dataclass(frozen=True)
 class Options:
     """What `make_graphed_callables` was asked for. See there."""
 
-    def __init__(
-        self,
-        enabled: Any = False,
-        calibrating: bool = False,
-        recipe: Recipe | None = None,
-        group: Any = None,
-        caching: bool = False,
-        warm_ups: int = 3,
-        allow_unused_input: bool = False,
-        retain_graph: bool = False,
-        clone_gradients: bool = True,
-        before_warm_up: Callable[[], Any] | None = None,
-        after_warm_up: Callable[[], Any] | None = None,
-    ) -> None:
-        if warm_ups < 1:
+    enabled: Any = False
+    calibrating: bool = False
+    recipe: Recipe | None = None
+    group: Any = None
+    caching: bool = False
+    warm_ups: int = 3
+    allow_unused_input: bool = False
+    retain_graph: bool = False
+    clone_gradients: bool = True
+    before_warm_up: Callable[[], Any] | None = None
+    after_warm_up: Callable[[], Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.warm_ups < 1:
             raise ValueError(
-                f"make_graphed_callables: num_warmup_iters must be at least 1, got {warm_ups}: kernels are compiled then."
+                f"make_graphed_callables: num_warmup_iters must be at least 1, got {self.warm_ups}: kernels are compiled then."
             )
-        self.enabled, self.calibrating, self.recipe, self.group = enabled, calibrating, recipe, group
-        self.caching, self.warm_ups = caching, warm_ups
-        self.allow_unused_input, self.retain_graph = allow_unused_input, retain_graph
-        self.clone_gradients = clone_gradients
-        self.before_warm_up, self.after_warm_up = before_warm_up, after_warm_up
 
     def context(self, index: int, count: int) -> autocast:
         """What module `index` of `count` runs under."""
