@@ -179,7 +179,9 @@ def test_sums_by_bins_are_those_of_the_cpu() -> None:
     tensors = [torch.randn(n) for n in (1, 127, 65536, 65537, 200000)] + [torch.zeros(0), torch.randn(3, 5).half()]
     bins = [0, 2, 1, 0, 2, 1, 3]
     found = torch.ops.ottava.sums_of_squares([t.cuda() for t in tensors], bins, 5)
-    torch.testing.assert_close(found.double().cpu(), torch.ops.ottava.sums_of_squares(tensors, bins, 5), rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(
+        found.double().cpu(), torch.ops.ottava.sums_of_squares(tensors, bins, 5), rtol=1e-5, atol=0.0
+    )
     assert found[4] == 0
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ottava  # noqa: F401
-from ottava.kernels import activation, cast, norm
+from ottava.kernels import activation, cast, norm, registry
 from ottava.quant import scaling
 
 pytestmark = pytest.mark.gpu
@@ -177,6 +177,36 @@ def test_delayed_update_equals_the_reference(window, most_recent):
     assert torch.equal(previous.cpu(), scale)
     assert torch.equal(h.cpu(), expected[0])
     assert torch.equal(s.cpu(), expected[1])
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_delayed_updates_of_many_are_one_launch_and_equal_the_reference(keeps):
+    generator = torch.Generator().manual_seed(0)
+    histories = [torch.rand(16, n, generator=generator) for n in (3, 6, 1, 3)]
+    scales = [torch.rand(h.shape[1], generator=generator) for h in histories]
+    expected = [scaling.delayed_update(h, s, 16, 448.0, 0, False) for h, s in zip(histories, scales)]
+    h, s = [x.cuda() for x in histories], [x.cuda() for x in scales]
+    previous = [torch.zeros_like(x) for x in s] if keeps else []
+    for step in range(2):  # the second finds the table of addresses
+        if step:
+            expected = [scaling.delayed_update(*e, 16, 448.0, 0, False) for e in expected]
+        torch.ops.ottava.delayed_updates_(h, s, previous, 16, 448.0, 0, False)
+    for number, (history, scale) in enumerate(expected):
+        assert torch.equal(h[number].cpu(), history) and torch.equal(s[number].cpu(), scale)
+
+
+@pytest.mark.parametrize("columnwise", [True, False])
+def test_a_given_scale_and_amax_raises_the_amax_in_place(columnwise):
+    x, history = values(256, 512, "normal", torch.bfloat16), torch.zeros(2, 3, device="cuda")
+    scale = torch.full((1,), 2.0, device="cuda")
+    functions = registry.plain_functions(x.cuda())
+    for factor in (1.0, 0.5, 4.0):  # it is raised, never lowered
+        before, cell = history[0, 1].item(), history[0, 1:2]
+        made = functions.quantize(x.cuda() * factor, "e4m3:tensor", scale, cell, True, columnwise)
+        own = functions.quantize(x.cuda() * factor, "e4m3:tensor", scale, None, True, columnwise)
+        assert made[4] is cell and history[0, 1].item() == max(before, own[4].item())
+        assert all(torch.equal(a, b) for a, b in zip(made[:4], own[:4]))
+    assert history.count_nonzero() == 1
 
 
 GEMM_PAIRS = [("e4m3:tensor", "e4m3:tensor"), ("e5m2:tensor", "e4m3:tensor"), ("e4m3:1x128:pow2", "e4m3:128x128:pow2")]

@@ -1,4 +1,4 @@
-"""`ottava::record_amax_` and `ottava::delayed_update_`: what they write, and that nothing else is touched."""
+"""`ottava::record_amax_`, `ottava::delayed_update_` and `ottava::delayed_updates_`: what they write, and that nothing else is touched."""
 
 from __future__ import annotations
 
@@ -40,8 +40,27 @@ def test_update_is_the_rule_in_place(window: int, most_recent: bool) -> None:
     assert torch.equal(history, want_history) and torch.equal(scale, want_scale) and history.data_ptr() == address
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+def test_updates_of_many_are_those_of_each(keeps: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    histories = [torch.rand(6, n, generator=generator) for n in (3, 5, 1, 3)]
+    scales = [torch.rand(h.shape[1], generator=generator) for h in histories]
+    want = [(h.clone(), s.clone(), torch.zeros_like(s)) for h, s in zip(histories, scales, strict=True)]
+    for history, scale, previous in want:
+        ops.delayed_update_(history, scale, previous if keeps else None, 4, 448.0, 0, False)
+    previous = [torch.zeros_like(s) for s in scales] if keeps else []
+    ops.delayed_updates_(histories, scales, previous, 4, 448.0, 0, False)
+    for number, (history, scale, kept) in enumerate(want):
+        assert torch.equal(histories[number], history) and torch.equal(scales[number], scale)
+        assert not keeps or torch.equal(previous[number], kept)
+
+
 def test_opcheck() -> None:
     torch.library.opcheck(ops.record_amax_.default, (torch.zeros(4, 3), torch.ones(1), 2, 0))
     torch.library.opcheck(
         ops.delayed_update_.default, (torch.rand(4, 3), torch.ones(3), torch.ones(3), 4, 448.0, 0, False)
+    )
+    torch.library.opcheck(
+        ops.delayed_updates_.default,
+        ([torch.rand(4, 3), torch.rand(4, 2)], [torch.ones(3), torch.ones(2)], [], 4, 448.0, 0, False),
     )

@@ -66,7 +66,7 @@ def _unpad(blocks: Tensor, shape: torch.Size) -> Tensor:
 def _direction_by_tensor(
     x: Tensor, scheme: Scheme, scale: Tensor | None, amax: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    amax = amax_of(x) if amax is None else amax.clone()
+    amax = amax_of(x) if amax is None or scale is not None else amax.clone()
     check_scale(scale)
     if scale is None:
         scale = scale_from_amax(amax, scheme.element.max, scheme.epsilon, scheme.power_of_two)
@@ -204,10 +204,10 @@ def reference_buffers(
 ) -> Buffers:
     """The truth: `values` [M, K] in any float dtype -> buffers.
 
-    Per-tensor schemes use `scale` [1] if given (delayed scaling), else the scale of `amax` [1] if given (an amax that was
-    reduced over ranks, or found by an earlier pass), else that of the values. NVFP4 takes `amax` [2]: of the rowwise and of the
-    columnwise values, see `operand_amax`. `dtype` is the activation dtype that the values have or would have had: an overflowing
-    block scale becomes its largest value.
+    Per-tensor schemes use `scale` [1] if given (delayed scaling: the amax is then that of the values), else the scale of `amax` [1] if
+    given (an amax that was reduced over ranks, or found by an earlier pass), else that of the values. NVFP4 takes `amax` [2]: of the
+    rowwise and of the columnwise values, see `operand_amax`. `dtype` is the activation dtype that the values have or would have had: an
+    overflowing block scale becomes its largest value.
     """
     check_shape(values.shape[0], values.shape[1], scheme, rowwise, columnwise)
     tally.count(values)

@@ -1,4 +1,4 @@
-"""The two ops that write delayed-scaling state: `ottava::record_amax_` and `ottava::delayed_update_`."""
+"""The ops that write delayed-scaling state: `ottava::record_amax_`, `ottava::delayed_update_`, and `ottava::delayed_updates_` for many."""
 
 from __future__ import annotations
 
@@ -58,9 +58,8 @@ def _update(
 def _update_cuda(
     history: Tensor, scale: Tensor, previous: Tensor | None, window: int, fp8_max: float, margin: int, most_recent: bool
 ) -> None:
-    import ottava.kernels.delayed_triton as delayed_triton
-
-    delayed_triton.update(history, scale, previous, window, fp8_max / 2**margin, most_recent)
+    kept = [] if previous is None else [previous]
+    _update_many_cuda([history], [scale], kept, window, fp8_max, margin, most_recent)
 
 
 update = define(
@@ -69,4 +68,43 @@ update = define(
     lambda history, scale, previous, window, fp8_max, margin, most_recent: None,
     _update_cuda,
     mutates=("history", "scale", "previous"),
+)
+
+
+def _update_many(
+    histories: list[Tensor],
+    scales: list[Tensor],
+    previous: list[Tensor],
+    window: int,
+    fp8_max: float,
+    margin: int,
+    most_recent: bool,
+) -> None:
+    """`_update` of each; previous: of all of them, or empty."""
+    for number, (history, scale) in enumerate(zip(histories, scales, strict=True)):
+        kept = previous[number] if previous else None
+        _update(history, scale, kept, window, fp8_max, margin, most_recent)
+
+
+def _update_many_cuda(
+    histories: list[Tensor],
+    scales: list[Tensor],
+    previous: list[Tensor],
+    window: int,
+    fp8_max: float,
+    margin: int,
+    most_recent: bool,
+) -> None:
+    import ottava.kernels.delayed_triton as delayed_triton
+
+    delayed_triton.update(histories, scales, previous, window, fp8_max / 2**margin, most_recent)
+
+
+update_many = define(
+    "delayed_updates_",
+    _update_many,
+    lambda histories, scales, previous, window, fp8_max, margin, most_recent: None,
+    _update_many_cuda,
+    mutates=("histories", "scales", "previous"),
+    cuda_launches=True,
 )

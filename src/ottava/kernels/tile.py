@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ottava.kernels import activation as activations
 from ottava.kernels import activation_amax_triton, tally
-from ottava.kernels.cast import BufferTensors, check_scale, reference_buffers
+from ottava.kernels.cast import Buffers, BufferTensors, check_scale, reference_buffers
 from ottava.kernels.launch import Launch, Launcher
 from ottava.kernels.tile_kernel import tile_kernel
 from ottava.kernels.zeros import zero_like
@@ -276,6 +276,17 @@ class _Plan(NamedTuple):
     """How the output's amax comes about: "kernel" (scales are given), "producer" (a launch of its own), "given" or "none"."""
     partial: tuple[int, int] | None
     """Of the sum over rows: one row for each row of tiles."""
+    nothing: dict[int, Buffers]
+    """By device, what stands for buffers that are not wanted: empty tensors, made once, since every allocation is 3 us of the host."""
+
+
+def _nothing(plan: _Plan, x: Tensor) -> Buffers:
+    """`plan.nothing` for x's device. Six tensors: an op may not return one twice."""
+    byte, scale, amax = torch.uint8, plan.scale_dtype, torch.float32
+    with torch.inference_mode(False):  # what is made in inference mode can never be saved for a backward
+        made = Buffers(*(x.new_empty(0, dtype=dtype) for dtype in (byte, scale, byte, scale, amax, amax)))
+    plan.nothing[x.get_device()] = made
+    return made
 
 
 _MOST_PLANS = 4096
@@ -361,7 +372,8 @@ def quantize(
 ) -> BufferTensors | None:
     """The produced values, quantized; same bytes as the reference. None: not supported, so the reference has to do it.
 
-    `sums`: float32 [width], receives the sum over rows.
+    `sums`: float32 [width], receives the sum over rows. `amax_in` beside a `scale`: float32 [1], which the kernel raises to the amax that
+    it finds, and which is returned as the amax. The ops do not say that they change it: only for callers of the function itself.
     """
     x = producer.x
     key = (
@@ -379,10 +391,12 @@ def quantize(
     if x.shape[0] == 0 or x.shape[1] == 0:
         values = x.new_empty(x.shape[0], producer.width())
         return reference_buffers(values, Scheme.parse(scheme), scale, amax_in, rowwise, columnwise, x.dtype)
-    counters = tally.counters.get(x.get_device())
+    device = x.get_device()
+    counters = tally.counters.get(device)
     tensors: list[Any] = [x, *producer.tensors, tally.counter(x) if counters is None else counters[tally.slot]]
+    nothing = plan.nothing.get(device) or _nothing(plan, x)
     if plan.amax == "kernel":
-        amax_out = zero_like(x)
+        amax_out = zero_like(x) if amax_in is None else amax_in
         tensors += (scale, amax_out)
     elif plan.amax == "producer":
         amax_out = amax(producer)
@@ -391,14 +405,14 @@ def quantize(
         amax_out = x.new_empty(1, dtype=torch.float32)
         tensors += (amax_in, amax_out)
     else:
-        amax_out = x.new_empty(0, dtype=torch.float32)
-    row = x.new_empty(plan.row, dtype=torch.uint8)
-    row_scale = x.new_empty(plan.row_scale, dtype=plan.scale_dtype)
-    column = x.new_empty(plan.column, dtype=torch.uint8)
-    column_scale = x.new_empty(plan.column_scale, dtype=plan.scale_dtype)
+        amax_out = nothing.rowwise_amax
+    row, row_scale, column, column_scale = nothing[:4]
     if rowwise:
+        row, row_scale = x.new_empty(plan.row, dtype=torch.uint8), x.new_empty(plan.row_scale, dtype=plan.scale_dtype)
         tensors += (row, row_scale)
     if columnwise:
+        column = x.new_empty(plan.column, dtype=torch.uint8)
+        column_scale = x.new_empty(plan.column_scale, dtype=plan.scale_dtype)
         tensors += (column, column_scale)
     if plan.partial is None:
         plan.launch(*tensors)
@@ -411,7 +425,7 @@ def quantize(
         column_scale = column_scale.t() if columnwise else column_scale
     if plan.cut is not None and columnwise:
         column = column[:, : plan.cut].contiguous()
-    return row, row_scale, column, column_scale, amax_out, x.new_empty(0, dtype=torch.float32)
+    return row, row_scale, column, column_scale, amax_out, nothing.columnwise_amax
 
 
 def _quantize_plan(
@@ -461,4 +475,5 @@ def _quantize_plan(
         m if m % 2 else None,
         source,
         (triton.cdiv(m, bm), width) if sums is not None else None,
+        {},
     )

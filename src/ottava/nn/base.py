@@ -15,7 +15,7 @@ from ottava.kernels.cast import Buffers, operand_amax
 from ottava.kernels.registry import plain_functions
 from ottava.nn.columnwise import WeightSource, source_of_weight
 from ottava.nn.construction import ORDER
-from ottava.nn.delayed_columns import DelayedTensors
+from ottava.nn.delayed_columns import DelayedTensors, cell_of
 from ottava.nn.direct import direct
 from ottava.nn.draw import check_local
 from ottava.nn.follows_autocast import FollowsAutocast
@@ -358,10 +358,15 @@ class QuantizedModule(FollowsAutocast, SavesWeights, ParallelModule):
         ops = torch.ops.ottava if stage.texts is None else plain_functions(weight)
         if chain.tally:
             count_into(chain, index, 1)
-        made = ops.quantize(plain, scheme, weight_scale, amax, True, columnwise)
-        row, row_scale, column, column_scale, row_amax, column_amax = made
-        if stage.delayed and chain.record:
+        cell = None
+        records = stage.delayed and chain.record
+        if records:
             history = self._modules["delayed"]._buffers["fwd_amax_history"]  # type: ignore[union-attr]  # past `__getattr__`
+            if not is_first_microbatch:  # what is kept has an amax of its own
+                cell = cell_of(ops, history, 3 * index + 1)  # type: ignore[arg-type]
+        made = ops.quantize(plain, scheme, weight_scale, amax if cell is None else cell, True, columnwise)
+        row, row_scale, column, column_scale, row_amax, column_amax = made
+        if records and row_amax is not cell:
             ops.record_amax_(history, row_amax, 3 * index + 1, 0)
         if is_first_microbatch:
             self._weight_cache[index] = QuantizedTensor.from_buffers(

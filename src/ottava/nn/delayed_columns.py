@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+
+from ottava.quant.delayed import schedule_backward_update
 
 
 class DelayedTensors(NamedTuple):
@@ -34,3 +37,20 @@ def grad_column(stage: int) -> int:
 def column_of(scale: Tensor | None, column: int) -> Tensor | None:
     """One scale [1] of the state's [n]."""
     return None if scale is None else scale[column : column + 1]
+
+
+def cell_of(ops: Any, history: Tensor, column: int) -> Tensor | None:
+    """Where the amax of a tensor is recorded, [1]. A kernel that quantizes with a given scale raises the amax that it is given, and returns
+    it: then nothing is left to record. References, and kernels that cannot, return one of their own.
+
+    None where the ops are the dispatcher's, which takes arguments for unchanged unless their op says otherwise.
+    """
+    return None if ops is torch.ops.ottava else history[0, column : column + 1]
+
+
+def record_gradient(ops: Any, history: Tensor, column: int, cell: Tensor | None, amax: Tensor, owner: int) -> None:
+    """Records the amax of a gradient, unless it is the `cell_of` it. owner: id of the state to update when the running backward ends."""
+    if amax is not cell:
+        ops.record_amax_(history, amax, column, owner)
+    elif owner:
+        schedule_backward_update(owner)

@@ -24,7 +24,15 @@ from ottava.kernels import tally
 from ottava.kernels.registry import plain_functions
 from ottava.nn import gradient_amax
 from ottava.nn.columnwise import quantize_again
-from ottava.nn.delayed_columns import DelayedTensors, column_of, grad_column, input_column, weight_column
+from ottava.nn.delayed_columns import (
+    DelayedTensors,
+    cell_of,
+    column_of,
+    grad_column,
+    input_column,
+    record_gradient,
+    weight_column,
+)
 from ottava.nn.dgrad import dgrad_operand
 from ottava.nn.stage import Chain, Saved, Stage, StageTensors, count_into
 from ottava.nn.strategy import ALONE
@@ -50,7 +58,7 @@ def forward(
     ops = plain_functions(h)
     saved: list[Any] = []
     dtypes, sources = [], []
-    slots, redoes = chain.tally, False
+    slots, redoes, raises = chain.tally, False, chain.record and ops is not torch.ops.ottava
     added, total = residual, h
     for number, stage in enumerate(chain.stages):
         gamma, beta, weight, bias, *copies, weight_source = flat[WIDTH * number : WIDTH * (number + 1)]
@@ -64,12 +72,14 @@ def forward(
                 total, added = kept[0], None
             continue
         scheme, weight_scheme, _, _ = stage.texts
-        scale = mean = rstd = None
+        scale = mean = rstd = cell = None
         source: Any = None
         place = 0
         if stage.delayed:
             place = input_column(number) if number else 0
             scale = fwd_scale[place : place + 1]
+            if raises:
+                cell = fwd_history[0, place : place + 1]  # `cell_of`, which is a call
         if slots:
             tally.slot = slots + 3 * number
         # The copy of an activation's output: the kernel of its backward makes it on the way, from what is kept anyway.
@@ -83,13 +93,13 @@ def forward(
             else:
                 h, mean, rstd, found = ops.norm_add_stats(h, added, *settings)
                 total, added = h, None
-            amax = found if wants_amax else None
+            amax = found if wants_amax else cell
             made = ops.norm_quantize(h, gamma, beta, mean, rstd, norm.zero_centered, scheme, scale, amax, True, column)
             source = h
         elif stage.activation is not None:
-            made, source = ops.activation_quantize(h, stage.activation, scheme, scale, None, True, column), h
+            made, source = ops.activation_quantize(h, stage.activation, scheme, scale, cell, True, column), h
         else:
-            made, source = ops.quantize(h, scheme, scale, None, True, column), h if stage.recompute else None
+            made, source = ops.quantize(h, scheme, scale, cell, True, column), h if stage.recompute else None
         data, data_scale, transposed, transposed_scale, data_amax, transposed_amax = made
         operand: Any = (transposed, transposed_scale, transposed_amax)
         if not column:
@@ -99,7 +109,7 @@ def forward(
         # Backward transposes where there is one copy, and makes it anew where there is a source.
         held = copies[:3] if copies[3] is None and weight_source is None else copies[3:]
         saved += (source, gamma, beta, mean, rstd, *operand, *held)
-        if stage.delayed and chain.record:
+        if stage.delayed and chain.record and data_amax is not cell:
             ops.record_amax_(fwd_history, data_amax, place, 0)
         h = ops.scaled_mm(
             data, data_scale, data_amax, row, row_scale, row_amax, scheme, weight_scheme, bias, h.dtype, stage.split_fprop
@@ -160,10 +170,11 @@ def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None) -> tuple[Any, ...]:
             if chain.tally:
                 count_into(chain, number, 2)
             scale = _scale(ctx, number)
-            amax = gradient_amax.find(value) if scale is None and stage.grad.per_tensor else None  # type: ignore[union-attr]
+            cell = None if scale is None else cell_of(ops, ctx.bwd_history, grad_column(number))
+            amax = gradient_amax.find(value) if scale is None and stage.grad.per_tensor else cell  # type: ignore[union-attr]
             quantized = ops.quantize(value, stage.texts.grad, scale, amax, True, True)
-        if stage.delayed:
-            ops.record_amax_(ctx.bwd_history, quantized[4], grad_column(number) if number else 0, chain.owner)
+            if scale is not None:
+                record_gradient(ops, ctx.bwd_history, grad_column(number), cell, quantized[4], chain.owner)
         wanted = needs[FIRST + at : FIRST + at + WIDTH]
         if wanted[BIAS]:
             found[at + BIAS] = ops.column_sum(value) if column_sum is None else column_sum
@@ -221,7 +232,8 @@ def _through_activation(
         count_into(chain, number - 1, 2)
     # Where memory is what counts the output's copy is made when `dgrad` is gone, and the gradient's rowwise copy transposed, if it can be.
     both = not (before.recompute and before.fused_grad.transposable)
-    gradient = (before.texts.fused_grad, _scale(ctx, number - 1), None, True, both, needs_bias)
+    cell = cell_of(ops, ctx.bwd_history, grad_column(number - 1)) if before.delayed else None
+    gradient = (before.texts.fused_grad, _scale(ctx, number - 1), cell, True, both, needs_bias)
     if saved.data is not None or not needs_output or stage.recompute:
         *quantized, sums = ops.activation_backward_quantize(dgrad, saved.h, stage.activation, *gradient)
         saved = saved if needs_output and saved.data is None else saved._replace(h=None)
@@ -231,6 +243,8 @@ def _through_activation(
             dgrad, saved.h, stage.activation, *gradient, stage.texts.input, scale, saved.amax
         )
         saved = saved._replace(h=None, data=data, scale_inv=scale_inv, amax=amax)
+    if before.delayed:
+        record_gradient(ops, ctx.bwd_history, grad_column(number - 1), cell, quantized[4], chain.owner)
     if not both:
         quantized[2] = None
     return (*quantized, sums if needs_bias else None), saved

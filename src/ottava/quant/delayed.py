@@ -305,15 +305,16 @@ def _update(states: list[DelayedState], forward: bool) -> None:
             _update(states, forward)
     else:
         _reduce_amax([s for s in states if s.recipe is not None and s.recipe.reduce_amax], forward)
-        at = 0
+        at, own = 0, []
         while at < len(states):
             recorded = states[at].recorded_updates.get(forward)
             if recorded is not None and recorded.serves(states[at : at + len(recorded.states)]):
                 recorded.replay()
                 at += len(recorded.states)
             else:
-                _step(states[at], forward)
+                own.append(states[at])
                 at += 1
+        _step(own, forward)
 
 
 def updates_without_the_host(states: list[DelayedState]) -> bool:
@@ -327,8 +328,7 @@ def updates_without_the_host(states: list[DelayedState]) -> bool:
 def step_states(states: list[DelayedState], forward: bool) -> tuple[()]:
     """What is recorded of an update: the next scales, from what was recorded and reduced over ranks."""
     with torch.no_grad():
-        for state in states:
-            _step(state, forward)
+        _step(states, forward)
     return ()
 
 
@@ -372,23 +372,42 @@ def _groups_of(state: DelayedState) -> tuple[Any, ...]:
     return (torch.distributed.group.WORLD,)
 
 
-def _step(state: DelayedState, forward: bool) -> None:
-    recipe = state.recipe
+def _step(states: list[DelayedState], forward: bool) -> None:
+    """The next scales of each: in one launch for neighbours of one recipe on one device (one by one where a compiler traces: not every
+    version of it takes ops that write into lists)."""
+    compiling = torch.compiler.is_compiling()
+    first = 0
+    while first < len(states):
+        end = first + 1
+        while not compiling and end < len(states) and _are_alike(states[first], states[end]):
+            end += 1
+        _step_alike(states[first:end], forward)
+        first = end
+
+
+def _are_alike(one: DelayedState, other: DelayedState) -> bool:
+    here, there = one._buffers["fwd_scale"], other._buffers["fwd_scale"]
+    return one.recipe is other.recipe and here.device == there.device  # type: ignore[union-attr]
+
+
+def _step_alike(states: list[DelayedState], forward: bool) -> None:
+    recipe = states[0].recipe
     assert recipe is not None
-    live: Any = state._buffers  # past `__getattr__`, which is Python
-    scale, history = (
-        live["fwd_scale" if forward else "bwd_scale"],
-        live["fwd_amax_history" if forward else "bwd_amax_history"],
-    )
+    live: list[Any] = [state._buffers for state in states]  # past `__getattr__`, which is Python
+    histories = [one["fwd_amax_history" if forward else "bwd_amax_history"] for one in live]
+    scales = [one["fwd_scale" if forward else "bwd_scale"] for one in live]
+    previous = [one["previous_fwd_scale"] for one in live] if forward else []
     fp8_max = recipe.fp8_format.value.max_fwd if forward else recipe.fp8_format.value.max_bwd
-    previous = live["previous_fwd_scale"] if forward else None
     if callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None:
-        _custom_step(recipe, history, scale, previous, fp8_max)
+        for number, (history, scale) in enumerate(zip(histories, scales, strict=True)):
+            _custom_step(recipe, history, scale, previous[number] if forward else None, fp8_max)
+        return
+    settings = (recipe.amax_history_len, fp8_max, recipe.margin, recipe.amax_compute_algo == "most_recent")
+    if len(states) == 1:
+        kept = previous[0] if forward else None
+        torch.ops.ottava.delayed_update_(histories[0], scales[0], kept, *settings)
     else:
-        most_recent = recipe.amax_compute_algo == "most_recent"
-        torch.ops.ottava.delayed_update_(
-            history, scale, previous, recipe.amax_history_len, fp8_max, recipe.margin, most_recent
-        )
+        torch.ops.ottava.delayed_updates_(histories, scales, previous, *settings)
 
 
 def _custom_step(
