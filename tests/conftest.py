@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import getpass
 import os
+import tempfile
 from collections.abc import Iterator
 
 # Threads of OpenMP spin while they wait for each other. With more of them than free cores a test can take 30 times as long, so every
@@ -12,6 +14,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+# Inductor keeps the C++ that it has written, and compiles it again for another ATEN_CPU_CAPABILITY, for which it may be wrong: a folder for
+# each.
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR",
+    os.path.join(
+        tempfile.gettempdir(), f"ottava_inductor_{getpass.getuser()}_{torch.backends.cpu.get_cpu_capability()}"
+    ),
+)
 
 # The same examples on every machine and every run: a failure in CI is a failure on the desk.
 settings.register_profile(

@@ -270,7 +270,35 @@ def _backward(
     tensors = (*tensors, dbeta) if beta else tensors
     tensors = tensors if other is None else (*tensors, other)
     launch(*tensors, largest) if amax else launch(*tensors)
-    return dx, dgamma.sum(0).to(gamma.dtype), dbeta.sum(0).to(gamma.dtype) if beta else gamma.new_empty(0), largest
+    return dx, _folded(dgamma, gamma), _folded(dbeta, gamma) if beta else gamma.new_empty(0), largest
+
+
+@triton.jit
+def _fold_kernel(partials_ptr, out_ptr, ROWS, K, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+    """out [K] = the sum over the rows of partials [ROWS, K], always in the same order."""
+    rows = tl.arange(0, BLOCK_ROWS)
+    columns = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    total = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+    for first in range(0, ROWS, BLOCK_ROWS):
+        mask = (first + rows < ROWS)[:, None] & (columns < K)[None, :]
+        total += tl.load(partials_ptr + (first + rows)[:, None] * K + columns[None, :], mask=mask, other=0.0)
+    tl.store(out_ptr + columns, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=columns < K)
+
+
+_FOLD = Launcher(_fold_kernel)
+
+
+def _folded(partials: Tensor, like: Tensor) -> Tensor:
+    """The sum over rows of partials [rows, K], in the dtype of `like`."""
+    rows, k = partials.shape
+    out = like.new_empty(k)
+    key = ("fold", rows, k, like.dtype)
+    launch = _LAUNCHES.get(key)
+    if launch is None:
+        numbers = {"ROWS": rows, "K": k, "BLOCK_ROWS": 64, "BLOCK_COLUMNS": 32}
+        launch = _keep(key, _FOLD.prepare((triton.cdiv(k, 32),), 4, numbers, ("partials_ptr", "out_ptr")))
+    launch(partials, out)
+    return out
 
 
 def _prepare_backward(

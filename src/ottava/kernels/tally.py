@@ -15,9 +15,6 @@ a step of the optimizer, count into WEIGHTS how many of their amax are not finit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
@@ -45,15 +42,18 @@ def counter(values: Tensor) -> Tensor:
     return counters[device][slot]
 
 
-@contextmanager
-def again() -> Iterator[None]:
+class again:  # a function to its users; as one of contextlib's it would be three calls more in every product of backward
     """Around what backward quantizes a second time: see `AGAIN`."""
-    global slot
-    counted, slot = slot, AGAIN
-    try:
-        yield
-    finally:
-        slot = counted
+
+    __slots__ = ("counted",)
+
+    def __enter__(self) -> None:
+        global slot
+        self.counted, slot = slot, AGAIN
+
+    def __exit__(self, *error: object) -> None:
+        global slot
+        slot = self.counted
 
 
 def count(values: Tensor) -> None:

@@ -15,6 +15,19 @@ _LEFT: dict[tuple[int, int], list[Tensor]] = {}
 """By device and stream: the fill is launched there, so what comes after on the same stream finds zeros."""
 
 
+_SCRATCH: dict[int, Tensor] = {}
+
+
+def scratch_like(x: Tensor) -> Tensor:
+    """float32 [1] where x is, the same one each time: for a kernel to raise that finds an amax which nobody wants."""
+    device = x.get_device()
+    found = _SCRATCH.get(device)
+    if found is None:
+        with torch.inference_mode(False):
+            found = _SCRATCH[device] = x.new_zeros(1, dtype=torch.float32)
+    return found
+
+
 def zero_like(x: Tensor) -> Tensor:
     """float32 [1], zero, where x is: for kernels of the current stream, and nobody else's.
 

@@ -341,7 +341,7 @@ class QuantizedModule(FollowsAutocast, SavesWeights, ParallelModule):
             )
         # A copy that is kept may serve a later forward that does have a backward. Bytes that can be transposed are, by that backward.
         wanted = stage.backward == "quantized" and (torch.is_grad_enabled() or bool(is_first_microbatch))
-        weight_scale = scale[3 * index + 1 : 3 * index + 2] if stage.delayed else None  # type: ignore[index]
+        weight_scale = scale.narrow(0, 3 * index + 1, 1) if stage.delayed else None  # type: ignore[union-attr]
         if weight.dtype not in FLOAT_DTYPES:
             check_float(weight, self.describe("weight"))
         scheme = str(stage.weight) if stage.texts is None else stage.texts.weight

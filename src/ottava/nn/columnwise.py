@@ -14,11 +14,13 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ottava import torch_private
 from ottava.kernels import tally
 from ottava.kernels.cast import Buffers
+from ottava.kernels.zeros import scratch_like
 
 WeightSource = tuple[Tensor, tuple[Any, ...], tuple[int, ...]]
 """(weight [N, K] without autograd, the parameters whose memory it is, their versions in forward: who writes into a tensor raises its own).
@@ -58,6 +60,8 @@ def quantize_again(
             f"A weight of shape {tuple(weight.shape)} was written to between forward and backward, which makes its FP8 copy from it: write "
             "to it after backward, or pass is_first_microbatch=True to the forward, which keeps the copy."
         )
+    if scale is not None and ops is not torch.ops.ottava:
+        amax = scratch_like(weight)  # the kernel finds it once more
     with tally.again():
         q = Buffers(*ops.quantize(weight, scheme, scale, amax, False, True))
     return q.columnwise_data, q.columnwise_scale_inv, q.columnwise_amax

@@ -36,7 +36,7 @@ def grad_column(stage: int) -> int:
 
 def column_of(scale: Tensor | None, column: int) -> Tensor | None:
     """One scale [1] of the state's [n]."""
-    return None if scale is None else scale[column : column + 1]
+    return None if scale is None else scale.narrow(0, column, 1)
 
 
 def cell_of(ops: Any, history: Tensor, column: int) -> Tensor | None:
@@ -45,7 +45,7 @@ def cell_of(ops: Any, history: Tensor, column: int) -> Tensor | None:
 
     None where the ops are the dispatcher's, which takes arguments for unchanged unless their op says otherwise.
     """
-    return None if ops is torch.ops.ottava else history[0, column : column + 1]
+    return None if ops is torch.ops.ottava else history.as_strided((1,), (1,), history.storage_offset() + column)
 
 
 def record_gradient(ops: Any, history: Tensor, column: int, cell: Tensor | None, amax: Tensor, owner: int) -> None:

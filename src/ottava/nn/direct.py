@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ottava import torch_private
 from ottava.kernels import tally
 from ottava.kernels.registry import plain_functions
+from ottava.kernels.zeros import scratch_like
 from ottava.nn import gradient_amax
 from ottava.nn.columnwise import quantize_again
 from ottava.nn.delayed_columns import (
@@ -77,9 +78,11 @@ def forward(
         place = 0
         if stage.delayed:
             place = input_column(number) if number else 0
-            scale = fwd_scale[place : place + 1]
+            scale = fwd_scale.narrow(0, place, 1)
             if raises:
-                cell = fwd_history[0, place : place + 1]  # `cell_of`, which is a call
+                cell = fwd_history.as_strided(
+                    (1,), (1,), fwd_history.storage_offset() + place
+                )  # `cell_of`, which is a call
         if slots:
             tally.slot = slots + 3 * number
         # The copy of an activation's output: the kernel of its backward makes it on the way, from what is kept anyway.
@@ -270,7 +273,8 @@ def _operand_again(ops: Any, stage: Stage, saved: Saved, fwd_scale: Tensor | Non
             data = ops.activation(saved.h, stage.activation)
         return saved._replace(data=data)
     scale = column_of(fwd_scale, input_column(number)) if stage.delayed else None
-    how = (stage.texts.input, scale, saved.amax, False, True)
+    unread = None if scale is None or ops is torch.ops.ottava else scratch_like(saved.h)  # type: ignore[arg-type]
+    how = (stage.texts.input, scale, saved.amax if unread is None else unread, False, True)
     with tally.again():
         if norm is not None:
             made = ops.norm_quantize(saved.h, *statistics, norm.zero_centered, *how)
@@ -325,8 +329,7 @@ def _scale(ctx: Any, number: int) -> Tensor | None:
     """Of the gradient of the output of stage `number`; None if nothing is given."""
     if not ctx.chain.stages[number].delayed:
         return None
-    first = grad_column(number) if number else 0
-    return ctx.bwd_scale[first : first + 1]
+    return ctx.bwd_scale.narrow(0, grad_column(number), 1)
 
 
 def _through_norm(

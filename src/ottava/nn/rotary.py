@@ -5,11 +5,15 @@ The arithmetic is in `ottava.kernels.rope`; this file knows layouts (sbhd, bshd,
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ottava.kernels import rope
+from ottava.kernels.registry import plain_functions
 from ottava.nn.base import default_device
+from ottava.nn.core import refuse_double_backward
 
 FORMATS = ("sbhd", "bshd", "thd")
 
@@ -127,11 +131,38 @@ def split_qkv_rope(
     for table in tables:
         if table is not None:
             where = token_positions((*qkv.shape[:-1], 1, dim), table, tensor_format, None, cu_seqlens)
-    flat = qkv.reshape(-1, qkv.shape[-1])
     batch = qkv.shape[1] if batch_first else 1
-    q, k, v = rope.split_qkv(flat, *tables, *where, heads, groups, by_group, interleaved, batch)
-    lead = (qkv.shape[1], qkv.shape[0]) if batch_first else qkv.shape[:-1]
-    return q.view(*lead, heads, dim), k.view(*lead, groups, dim), v.view(*lead, groups, dim)
+    lead = (qkv.shape[1], qkv.shape[0]) if batch_first else tuple(qkv.shape[:-1])
+    return _split(qkv, lead, *tables, *where, heads, groups, by_group, interleaved, batch)
+
+
+class _Split(torch.autograd.Function):
+    """`split_qkv` and its gradient, straight: torch.library puts some forty Python calls around an op that has one, and autograd would
+    record every change of shape."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, lead: tuple[int, ...], *options: Any) -> Any:
+        freqs_q, freqs_k, positions, seq_stride, seq_len, _, _, by_group, interleaved, batch = options
+        ctx.save_for_backward(freqs_q, freqs_k, positions)
+        ctx.options, ctx.shape = (seq_stride, seq_len, by_group, interleaved, batch), qkv.shape
+        made = plain_functions(qkv).split_qkv(qkv.reshape(-1, qkv.shape[-1]), *options)
+        return tuple(part.view(*lead, *part.shape[1:]) for part in made)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        refuse_double_backward()
+        tokens = ctx.shape[:-1].numel()
+        rows = [grad.reshape(tokens, *grad.shape[-2:]) for grad in grads]
+        merged = plain_functions(rows[0]).merge_qkv(*rows, *ctx.saved_tensors, *ctx.options)
+        return merged.view(ctx.shape), *(None,) * 11
+
+
+def _split(qkv: Tensor, lead: tuple[int, ...], *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """`rope.split_qkv` of qkv [..., (heads + 2 groups) d], the results as [*lead, heads or groups, d]."""
+    if torch.compiler.is_compiling() or plain_functions(qkv) is torch.ops.ottava:  # somebody wants to see the op
+        q, k, v = rope.split_qkv(qkv.reshape(-1, qkv.shape[-1]), *options)
+        return q.view(*lead, *q.shape[1:]), k.view(*lead, *k.shape[1:]), v.view(*lead, *v.shape[1:])
+    return _Split.apply(qkv, lead, *options)
 
 
 # ---------------------------------------------------------------------------------------------------------- positions
