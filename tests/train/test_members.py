@@ -23,7 +23,7 @@ from train.test_launch import Late
 @pytest.fixture(autouse=True)
 def _one_process(monkeypatch):
     """Ranks are threads here: they would sever each other's stores."""
-    monkeypatch.setattr(members, "sever", lambda kept: 0)
+    monkeypatch.setattr(members, "sever", lambda kept, cut: 0)
 
 
 @pytest.fixture
@@ -68,6 +68,43 @@ class Ranks(dict):
     def start(self, seat: int) -> Any:
         self.started.append(seat)
         return self[seat]
+
+
+WAITS_FOR_A_DEAD_RANK = """
+import os, sys, threading, time
+import torch.distributed as dist
+from ottava.train.members import Members, Plan, PREFIX, found
+
+served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+own = dist.TCPStore("127.0.0.1", served.port, is_master=False, wait_for_workers=False)
+found(own, 1)
+members = Members(own, 0, (served.port,))
+members.come()
+
+def die():  # the launcher says that there is a new generation
+    time.sleep(0.5)
+    dist.PrefixStore(PREFIX, served).set("plan/1", Plan((0,), "rank 1 ended").encode())
+
+def wait(late):
+    store = members.connection()
+    if not late:
+        threading.Thread(target=die, daemon=True).start()
+    start = time.monotonic()
+    try:  # as by init_process_group and new_group: for the address of a rank that will not come
+        dist.init_process_group("gloo", store=dist.PrefixStore("g", store), rank=0, world_size=2)
+    except RuntimeError as error:
+        print(late, members.call_up(error), time.monotonic() - start < 20, flush=True)
+
+wait(late=False)
+wait(late=True)  # a connection that is made after the news is cut at once
+print(own.check(["anything"]), flush=True)  # the others to the store stay
+os._exit(0)
+"""
+
+
+def test_who_waits_to_make_a_group_with_a_dead_rank_is_woken():
+    ran = subprocess.run([sys.executable, "-c", WAITS_FOR_A_DEAD_RANK], capture_output=True, text=True, timeout=120)
+    assert ran.stdout.split() == ["False", "True", "True", "True", "True", "True", "False"], ran.stderr
 
 
 def test_ranks_meet_when_all_are_there_and_meet_again_after_a_death(store):

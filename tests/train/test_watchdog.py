@@ -167,6 +167,30 @@ def test_the_launcher_kills_a_rank_that_says_nothing_any_more(capfd, monkeypatch
     assert frozen.unkillable(ranks) == []
 
 
+def test_the_launcher_kills_a_rank_that_others_waited_for_and_that_never_said_anything(tmp_path, capfd):
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    section = HealthSection(watchdog_s=100.0, watchdog_start_s=0.2)
+    frozen = FrozenRanks(section, store, range(2))
+    ranks = [SimpleNamespace(dead=False, exitcode=None, pid=10 + i) for i in range(2)]
+    for each in ranks:
+        each.kill = lambda each=each: setattr(each, "dead", True)
+    assert frozen.kill(ranks) == []  # nobody has complained: it may be starting
+    dog = Watchdog(Config(train=TrainSection(run=str(tmp_path)), health=section), 0, 2, kept=True)
+    dog.connect(store)
+    deadline = time.monotonic() + 10
+    while 0 not in dog._heard and time.monotonic() < deadline:
+        time.sleep(0.01)
+    dog._end(0.3)
+    assert dog._last[2] == "stalled"  # the other one is to blame
+    dog.came()
+    assert dog._last[2] == "start"
+    dog._over.set()
+    assert frozen.kill(ranks) == [1] and [each.dead for each in ranks] == [False, True]
+    assert "rank 1 stands still as a whole process, since it was started: killed." in capfd.readouterr().err
+    frozen.forget(1)
+    assert frozen.kill(ranks) == []  # the new one has not been complained of
+
+
 def test_a_watchdog_goes_on_after_an_exception_in_its_thread(tmp_path, capfd):
     config = Config(train=TrainSection(run=str(tmp_path)), health=HealthSection(watchdog_s=100.0))
     with Watchdog(config, 0, 2):

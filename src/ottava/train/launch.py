@@ -110,7 +110,7 @@ def run_rank(
         with (
             RankLog(config.run_folder, place),
             Watchdog(config, place.rank, place.size, stop, place.kept) as watchdog,
-            World(place, 4 * config.health.watchdog_s or 1800.0, watchdog.connect) as world,
+            World(place, 4 * config.health.watchdog_s or 1800.0, watchdog.connect, watchdog.came) as world,
         ):
             try:
                 return train(config, world, stop, watchdog, report), ""

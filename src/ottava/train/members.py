@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from ottava import torch_private
 from ottava.checkpoint.errors import RankLost
-from ottava.train.sever import sever
+from ottava.train.sever import own_ports, sever
 
 PREFIX = "ottava/members"
 POLL_S, POLL_RANK_S = 0.02, 1e-4
@@ -66,9 +66,10 @@ class Members:
     """
 
     def __init__(self, store: dist.Store, seat: int, kept_ports: tuple[int, ...]) -> None:
-        self._store = dist.PrefixStore(PREFIX, store)
+        self._origin, self._store = store, dist.PrefixStore(PREFIX, store)
         self._seat, self._kept = seat, kept_ports
-        self._severed = threading.Event()
+        self._cut: set[int] = set()  # our ports of connections to the store that end with the generation
+        self._severed, self._lock = threading.Event(), threading.Lock()
         self.generation = -1
         self.plan = Plan(())
 
@@ -91,6 +92,17 @@ class Members:
                 here = self._store.add(f"here/{self.generation}", 0)
             if not self._severed.is_set():
                 return self.plan
+
+    def connection(self) -> dist.Store:
+        """To the store, for the groups of this generation: whoever makes one waits there for the others, and a rank that has died would be
+        waited for until the timeout. Like all connections of the groups it ends when there is a new generation."""
+        with self._lock:
+            before = own_ports()
+            store = self._origin.clone()  # type: ignore[attr-defined]
+            self._cut = own_ports() - before  # one that another thread has opened meanwhile is made again by it
+            if self._severed.is_set():
+                sever(self._kept, self._cut)
+        return store
 
     def call_up(self, error: BaseException) -> bool:
         """Whether `error` is a broken connection, and there is a new generation: then this rank has no connections any more."""
@@ -116,8 +128,9 @@ class Members:
                 connection = None
                 time.sleep(1.0)
         torch_private.abort_device_groups()
-        sever(self._kept)
-        severed.set()
+        with self._lock:  # a connection is there, or will find that there is a new generation
+            sever(self._kept, self._cut)
+            severed.set()
 
 
 def is_lost(error: BaseException) -> bool:

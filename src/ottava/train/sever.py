@@ -10,29 +10,41 @@ from __future__ import annotations
 import gc
 import os
 import socket
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 
 
-def sever(kept: Collection[int] = ()) -> int:
-    """Shuts down all TCP connections that are not Python's own (W&B, Prometheus) nor have a port of `kept` (the store's) at an end.
-
-    Returns how many they were. From any thread.
+def sever(kept: Collection[int] = (), cut: Collection[int] = ()) -> int:
+    """Shuts down all TCP connections that are not Python's own (W&B, Prometheus) nor have a port of `kept` (the store's) at an end; of the
+    latter those from our ports `cut` all the same. Returns how many they were. From any thread.
 
         >>> sever(kept=[store.port])
         6
     """
-    pythons = {s.fileno() for s in gc.get_objects() if issubclass(type(s), socket.socket)}
     count = 0
+    for connection in _connections():
+        ours, theirs = connection.getsockname()[1], connection.getpeername()[1]
+        if ours in cut or not {ours, theirs} & set(kept):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+                count += 1
+    return count
+
+
+def own_ports() -> set[int]:
+    """Of the connections that `sever` may shut down: at our end."""
+    return {connection.getsockname()[1] for connection in _connections()}
+
+
+def _connections() -> Iterator[socket.socket]:
+    """TCP connections that are not Python's own. Each is closed again after its turn, which the connection does not feel."""
+    pythons = {s.fileno() for s in gc.get_objects() if issubclass(type(s), socket.socket)}
     for number in _sockets() - pythons:
         with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
             if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
                 continue
-            if {connection.getpeername()[1], connection.getsockname()[1]} & set(kept):  # OSError: it listens
-                continue
-            connection.shutdown(socket.SHUT_RDWR)
-            count += 1
-    return count
+            connection.getpeername()  # OSError: it listens
+            yield connection
 
 
 def _sockets() -> set[int]:

@@ -20,6 +20,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -104,6 +105,12 @@ class Watchdog:
         for observer in observers:
             observer(step, phase)
 
+    def came(self) -> None:
+        """All ranks are there: those that came early have the time of a start from here, also if they were about to give up."""
+        _, step, phase, beats = self._last
+        if phase in ("start", "stalled"):
+            self._last = (time.monotonic(), step, "start", beats)
+
     def restart(self) -> int:
         """The ranks meet anew: their beats count from here. The step that this one was at."""
         self._last = (time.monotonic(), self._last[1], "restart", 0)
@@ -124,6 +131,8 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         if self._section.watchdog_s:
+            if limit := limit_of(self._section, "start"):  # Python may stand still before the timer's first look
+                faulthandler.dump_traceback_later(limit + HARD_S, exit=True, file=2)
             threading.Thread(target=self._go_on, args=(self._watch,), name="ottava watchdog", daemon=True).start()
         return self
 
@@ -206,12 +215,20 @@ class Watchdog:
         if self._kept and unreachable:
             os._exit(STALLED)  # a launcher serves it: the network is cut, and silence says nothing about the others
         self._kill([told[rank] for rank in quiet if rank in told])
+        if self._kept and self._store is not None:
+            within(SAY_S, lambda: self._accuse([rank for rank in quiet if rank not in told]), quiet=True)
         if self._kept and phase != "stalled" and self._rank not in (quiet or behind(told)):
             self._last = (time.monotonic(), step, "stalled", beats)  # those that are to blame end, and the others go on
             return
         if self._kept and self._store is not None:
             within(SAY_S, self._say_goodbye, quiet=True)
         os._exit(STALLED)  # the main thread waits in a call that will not return
+
+    def _accuse(self, ranks: Sequence[int]) -> None:
+        """Of ranks that never said anything not even the process is known: their launcher is told, which has started them."""
+        store = dist.PrefixStore(PREFIX, self._store.clone())  # type: ignore[union-attr]
+        for rank in ranks:
+            store.set(accusation(rank), "")
 
     def _say_goodbye(self) -> None:
         """A process of which one thread is frozen in the kernel does not end, whatever it calls: its launcher is told that it should."""
@@ -236,6 +253,11 @@ class Watchdog:
                 os.kill(process["pid"], signal.SIGKILL)
 
 
+def accusation(rank: int) -> str:
+    """The key that says: others have waited for this rank for the time of a start, and it has never said anything."""
+    return f"silent/{rank}"
+
+
 class FrozenRanks:
     """For a launcher: ranks whose whole process stands still, so that nothing in it can end it.
 
@@ -251,9 +273,13 @@ class FrozenRanks:
         self.killed: set[int] = set()
         """All that were, and were not replaced."""
         self._gone: dict[int, float] = {}  # since when a rank should have ended
+        self._accused: set[int] = set()
 
     def forget(self, rank: int) -> None:
         """It has been replaced."""
+        if rank in self._accused:
+            self._accused.discard(rank)
+            within(SAY_S, partial(self._store.delete_key, accusation(rank)), quiet=True)
         self._heard.pop(rank, None)
         self._gone.pop(rank, None)
         self.killed.discard(rank)
@@ -263,17 +289,16 @@ class FrozenRanks:
         if not self._limit or not within(SAY_S, self._listen, quiet=True):
             return []
         now = time.monotonic()
+        still = [rank for rank, (_, since) in self._heard.items() if now - since > self._limit]
         found = [
-            rank
-            for rank, (_, since) in self._heard.items()
-            if now - since > self._limit and rank not in self.killed and processes[rank].exitcode is None
+            rank for rank in (*still, *self._accused) if rank not in self.killed and processes[rank].exitcode is None
         ]
         self.killed.update(found)
         for rank in found:
-            at = self._heard[rank][0]
-            tell(
-                f"ottava train: rank {rank} stands still as a whole process, since step {at['step']}, {at['phase']}: killed."
-            )
+            since = "since it was started"
+            if rank in self._heard:
+                since = "since step {step}, {phase}".format_map(self._heard[rank][0])
+            tell(f"ottava train: rank {rank} stands still as a whole process, {since}: killed.")
             processes[rank].kill()
         ended = [rank for rank, (state, _) in self._heard.items() if state.get("ended", 0) == processes[rank].pid]
         for rank in (*found, *ended):
@@ -292,6 +317,8 @@ class FrozenRanks:
     def _listen(self) -> None:
         for rank in self._ranks:
             listen(self._store, rank, self._heard)
+            if rank not in self._heard and self._store.check([accusation(rank)]):
+                self._accused.add(rank)
 
 
 def listen(store: dist.Store, rank: int, heard: dict[int, tuple[dict[str, Any], float]]) -> None:
@@ -303,7 +330,7 @@ def listen(store: dist.Store, rank: int, heard: dict[int, tuple[dict[str, Any], 
         heard[rank] = (state, time.monotonic())
 
 
-def within(seconds: float, work: Callable[[], None], quiet: bool = False) -> bool:
+def within(seconds: float, work: Callable[[], Any], quiet: bool = False) -> bool:
     """Whether `work` came to its end in time. It is left alone otherwise: a file system may have frozen under it.
 
     quiet: what it raises is not told.

@@ -61,19 +61,24 @@ class Place:
 class World:
     """The ranks of a run, connected. Use it in a `with` block: the process group ends with it.
 
-    timeout: seconds that a collective may take. connected: gets a store of ours before all ranks are there.
+    timeout: seconds that a collective may take. connected: gets a store of ours before all ranks are there. came: is called when they are.
 
         >>> with World(place, timeout=600.0) as world:
         ...     total, stops = world.sum([loss, float(stop_requested)])
     """
 
     def __init__(
-        self, place: Place, timeout: float, connected: Callable[[dist.Store], None] = lambda store: None
+        self,
+        place: Place,
+        timeout: float,
+        connected: Callable[[dist.Store], None] = lambda store: None,
+        came: Callable[[], None] = lambda: None,
     ) -> None:
         self.rank, self.size = place.rank, place.size
         self.device = _device(place)
         self.local_size = place.local_size
         """Ranks of this machine."""
+        self._came = came
         self._place, self._timeout = place, timedelta(seconds=max(timeout, LEAST_TIMEOUT_S))
         if place.local:
             stay_on_this_machine()
@@ -83,7 +88,16 @@ class World:
             connected(self._store)
             if place.kept:
                 self._members = Members(self._store, place.rank, (place.port,) if place.port else ())
-        self._connect()
+        self._meet()
+
+    def _meet(self, step: int | None = None) -> None:
+        while True:
+            try:
+                return self._connect(step)
+            except RuntimeError as error:  # one died meanwhile
+                if not self.survives(error):
+                    raise
+                _leave_groups()
 
     def _connect(self, step: int | None = None) -> None:
         """All ranks, in a process group."""
@@ -92,8 +106,9 @@ class World:
         if self._members is not None:
             assert store is not None
             plan = self._members.come(step)
+            self._came()
             self.rank, self.size = plan.seats.index(self._place.rank), len(plan.seats)
-            store = dist.PrefixStore(f"generation-{self._members.generation}", store)
+            store = dist.PrefixStore(f"generation-{self._members.generation}", self._members.connection())
         if store is not None:
             options |= {"store": store, "rank": self.rank, "world_size": self.size}
         dist.init_process_group(_backend(self.device, self._place), **options | _bound(self.device, self._place))
@@ -127,14 +142,8 @@ class World:
 
         step: how far this one had come. Raises Released in a rank that is not needed.
         """
-        while True:
-            with suppress(RuntimeError, AssertionError):  # what is left in it has failed
-                dist.destroy_process_group()
-            try:
-                return self._connect(step)
-            except RuntimeError as error:  # one more died meanwhile
-                if not self.survives(error):
-                    raise
+        _leave_groups()
+        self._meet(step)
 
     @property
     def leads(self) -> bool:
@@ -218,6 +227,11 @@ class World:
     def __exit__(self, *_: object) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _leave_groups() -> None:
+    with suppress(RuntimeError, AssertionError):  # what is left in them has failed
+        dist.destroy_process_group()
 
 
 def local_ranks(asked: int | None) -> int:
