@@ -182,7 +182,7 @@ def test_the_launcher_kills_a_rank_that_others_waited_for_and_that_never_said_an
         time.sleep(0.01)
     dog._end(0.3)
     assert dog._last[2] == "stalled"  # the other one is to blame
-    dog.came()
+    dog.came(range(2))
     assert dog._last[2] == "start"
     dog._over.set()
     assert frozen.kill(ranks) == [1] and [each.dead for each in ranks] == [False, True]

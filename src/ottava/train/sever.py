@@ -22,8 +22,7 @@ def sever(kept: Collection[int] = (), cut: Collection[int] = ()) -> int:
         6
     """
     count = 0
-    for connection in _connections():
-        ours, theirs = connection.getsockname()[1], connection.getpeername()[1]
+    for connection, ours, theirs in _connections():
         if ours in cut or not {ours, theirs} & set(kept):
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -33,18 +32,19 @@ def sever(kept: Collection[int] = (), cut: Collection[int] = ()) -> int:
 
 def own_ports() -> set[int]:
     """Of the connections that `sever` may shut down: at our end."""
-    return {connection.getsockname()[1] for connection in _connections()}
+    return {ours for _, ours, _ in _connections()}
 
 
-def _connections() -> Iterator[socket.socket]:
-    """TCP connections that are not Python's own. Each is closed again after its turn, which the connection does not feel."""
+def _connections() -> Iterator[tuple[socket.socket, int, int]]:
+    """TCP connections that are not Python's own, with the ports at our end and at theirs. What is yielded is closed after its turn, which
+    the connection does not feel."""
     pythons = {s.fileno() for s in gc.get_objects() if issubclass(type(s), socket.socket)}
     for number in _sockets() - pythons:
         with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
             if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
                 continue
-            connection.getpeername()  # OSError: it listens
-            yield connection
+            ends = connection.getsockname()[1], connection.getpeername()[1]  # OSError: it listens
+            yield connection, *ends
 
 
 def _sockets() -> set[int]:

@@ -105,8 +105,9 @@ class Watchdog:
         for observer in observers:
             observer(step, phase)
 
-    def came(self) -> None:
-        """All ranks are there: those that came early have the time of a start from here, also if they were about to give up."""
+    def came(self, ranks: Sequence[int]) -> None:
+        """All of them are there: those that came early have the time of a start from here, also if they were about to give up."""
+        self._ranks = tuple(ranks)
         _, step, phase, beats = self._last
         if phase in ("start", "stalled"):
             self._last = (time.monotonic(), step, "start", beats)
@@ -291,7 +292,9 @@ class FrozenRanks:
         now = time.monotonic()
         still = [rank for rank, (_, since) in self._heard.items() if now - since > self._limit]
         found = [
-            rank for rank in (*still, *self._accused) if rank not in self.killed and processes[rank].exitcode is None
+            rank
+            for rank in (*still, *(self._accused - self._heard.keys()))
+            if rank not in self.killed and processes[rank].exitcode is None
         ]
         self.killed.update(found)
         for rank in found:

@@ -72,7 +72,7 @@ class World:
         place: Place,
         timeout: float,
         connected: Callable[[dist.Store], None] = lambda store: None,
-        came: Callable[[], None] = lambda: None,
+        came: Callable[[Sequence[int]], None] = lambda seats: None,
     ) -> None:
         self.rank, self.size = place.rank, place.size
         self.device = _device(place)
@@ -106,7 +106,7 @@ class World:
         if self._members is not None:
             assert store is not None
             plan = self._members.come(step)
-            self._came()
+            self._came(plan.seats)
             self.rank, self.size = plan.seats.index(self._place.rank), len(plan.seats)
             store = dist.PrefixStore(f"generation-{self._members.generation}", self._members.connection())
         if store is not None:
