@@ -13,11 +13,11 @@ pytestmark = pytest.mark.timeout(3600)
 
 
 def slice_of_the_product() -> list[Job]:
-    """Every module on two pairs of meshes, under two recipes, stored and not: every value of every axis."""
+    """Every module on a pair of meshes or two, stored or not, or both: every value of every axis."""
     recipes, meshes = list(RECIPES), list(MESHES)
     jobs = []
     for i, module in enumerate(MODULES):
-        for stored in (False, True):
+        for stored in (False, True) if i % 2 == 0 else (i % 4 == 1,):
             number = 2 * i + stored
             torchs = i % 5 == 0 if stored else i % 2 == 0
             case = Case(module, recipes[(number * 2 + i // 5) % 5], stored, "AdamW" if torchs else "FusedAdam")

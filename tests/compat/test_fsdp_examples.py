@@ -61,7 +61,7 @@ def test_every_name_of_transformer_engines_fsdp_programs_is_there() -> None:
     [
         pytest.param("te_fsdp.py", ("--recipe", "delayed"), marks=pytest.mark.extra),
         ("te_fsdp.py", ("--recipe", "block", "--defer-init", "--recompute")),
-        ("te_fully_shard.py", ("--recipe", "current")),
+        pytest.param("te_fully_shard.py", ("--recipe", "current"), marks=pytest.mark.extra),
         ("te_fully_shard.py", ("--recipe", "block", "--fp8-init")),
     ],
     ids=str,

@@ -45,10 +45,10 @@ def difference(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
 
 
 def chosen(plan: dict[str, Any], whole: bool) -> Iterator[Case]:
-    """Both models under all recipes; or every third of these, so that three plans in a row have all of them together."""
+    """Both models under all recipes; or every fourth of these, so that four plans in a row have all of them together."""
     number = [p for plans in PLANS.values() for p in plans].index(plan)
     every = [Case(model, recipe, plan) for model in ("llama", "gpt") for recipe in RECIPES]
-    yield from (c for i, c in enumerate(every) if whole or (i + number + (c.model == "gpt")) % 3 == 0)
+    yield from (c for i, c in enumerate(every) if whole or (i + number + (c.model == "gpt")) % 4 == 0)
 
 
 @pytest.mark.slow

@@ -121,7 +121,7 @@ def close(a: list[Tensor], b: list[Tensor]) -> bool:
     "scheme, inside",
     [
         pytest.param("delayed", True, id="delayed-autocast-inside"),
-        pytest.param("block", False, id="block-autocast-outside"),
+        pytest.param("block", False, id="block-autocast-outside", marks=pytest.mark.extra),
         pytest.param("delayed", False, id="delayed-autocast-outside", marks=pytest.mark.extra),
         pytest.param("block", True, id="block-autocast-inside", marks=pytest.mark.extra),
     ],

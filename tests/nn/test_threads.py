@@ -46,8 +46,11 @@ def losses(scheme: str, threads: int) -> list[torch.Tensor]:
     return result
 
 
+SOME = ("none", "delayed", "block", "nvfp4")
+
+
 @pytest.mark.strict
-@pytest.mark.parametrize("scheme", list(RECIPES))
+@pytest.mark.parametrize("scheme", [r if r in SOME else pytest.param(r, marks=pytest.mark.extra) for r in RECIPES])
 def test_twenty_steps_are_bitwise_equal_for_any_number_of_threads(scheme: str) -> None:
     once = losses(scheme, 1)
     assert once[-1] < 0.7 * once[0]  # it learns, so the equality is of something

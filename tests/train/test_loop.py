@@ -247,7 +247,7 @@ def test_a_global_batch_that_ranks_cannot_share(two, folder):
     [
         ("ddp", {"parallel": {"strategy": "ddp"}}),
         ("fsdp1", {"parallel": {"strategy": "fsdp1"}}),
-        ("tp", {"parallel": {"tp": 2}}),
+        pytest.param("tp", {"parallel": {"tp": 2}}, marks=pytest.mark.extra),
         ("sequence-parallel", {"parallel": {"tp": 2, "sequence_parallel": True}}),
         ("recompute", {"parallel": {"recompute": "full", "reshard_after_forward": False}}),
         ("fused_adam", {"optimizer": {"name": "fused_adam"}, "train": {"deterministic": True}}),
@@ -294,7 +294,7 @@ def test_other_plans_train_the_same_and_resume(two, folder, whole, name, section
                 "precision": {"weights": "bfloat16"},
             },
         ),
-        ("mxfp8", {"precision": {"recipe": "MXFP8BlockScaling"}}),
+        pytest.param("mxfp8", {"precision": {"recipe": "MXFP8BlockScaling"}}, marks=pytest.mark.extra),
         ("plain", {"precision": {"recipe": "none"}, "train": {"z_loss": 1e-4}}),
     ],
 )
