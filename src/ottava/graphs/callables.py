@@ -1,6 +1,6 @@
 """`make_graphed_callables`: modules whose forward and backward are a graph each, with the recipe, FP8 weights and delayed scaling inside.
 
-[Note: what a graph holds] Of a forward: casts, products, and `record_amax_` into the live amax history. Of a backward: the same. Not the
+[Note: what a graph holds] Of a forward: casts, which raise the live amax history, and products. Of a backward: the same. Not the
 update of delayed scaling, which a forward leaves to the outermost `autocast` and a backward to its end: it runs then, after a replay as
 after an eager pass, once, and is a small graph of its own. A copy of a weight that is kept from the first microbatch on
 (cache_quantized_params) is made by a graph for first microbatches and read by another one for later ones; they share their memory.
