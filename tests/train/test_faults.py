@@ -15,6 +15,7 @@ from distributed.ranks import Ranks
 from ottava.checkpoint import CheckpointError, Checkpoints
 from ottava.train import exits
 from ottava.train.config import Config
+from ottava.train.run_folder import prepare
 from ottava.train.tokenize import tokenize
 from ottava.train.trust import non_finite
 from train.runs import lines, tiny, token_file
@@ -148,6 +149,20 @@ def test_a_lost_configuration_is_that_of_the_checkpoints(two, whole, damage):
     assert two.run(replace(whole, train=replace(whole.train, seed=7))) == exits.WRONG_USAGE
     assert "train.seed was 1234, now 7" in two.said
     assert two.run(whole) == exits.DONE and "seed = 1234" in path.read_text()
+
+
+def test_a_restart_in_place_prepares_the_folder_that_nobody_prepared(whole):
+    none = replace(whole, checkpoint=replace(whole.checkpoint, load="none"))
+    with pytest.raises(ValueError, match=r"checkpoint\.load is none"):
+        prepare(none)
+    prepare(none, again=True)  # the checkpoints are its own
+    path = whole.run_folder / "config.toml"
+    before = path.stat().st_mtime_ns
+    prepare(none, again=True)
+    assert path.stat().st_mtime_ns == before  # nothing to write on a disk that may be full
+    path.unlink()
+    prepare(whole, again=True)
+    assert "seed = 1234" in path.read_text()
 
 
 def test_without_any_configuration_it_is_refused_in_plain_words(two, whole, folder):

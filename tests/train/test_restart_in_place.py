@@ -39,8 +39,10 @@ def test_torchrun_never_learns_that_a_rank_died(tmp_path):
     launcher = start(config, *TORCHRUN)
     wait_for_step(config, 8, launcher)
     survivor, victim = ranks_of(launcher)
+    (config.run_folder / "config.toml").unlink()  # as if the leading rank had died before it wrote it
     os.kill(victim, signal.SIGKILL)
     wait_for_step(config, 20, launcher)
+    assert "seed = 1234" in (config.run_folder / "config.toml").read_text()
     assert ranks_of(launcher)[0] == survivor and ranks_of(launcher)[1] != victim
     code, output = end(launcher)
     assert code == 0 and output.count("rank 1 has ended (SIGKILL): the others go on.") == 1, output

@@ -142,8 +142,7 @@ class Loop:
         self.model = DistributedModel(config, self.data.vocab_size, world.device)
         self.optimizer = make_optimizer(config, self.model.module, self.model.decaying)
         self.model.renew_copies_after(self.optimizer)
-        if not world.generation:
-            world.on_rank0(lambda: run_folder.prepare(config, self.data.identity))
+        world.on_rank0(lambda: run_folder.prepare(config, self.data.identity, again=world.generation > 0))
         self.state = RunState(config, self.model, self.optimizer)
         resources.callback(self.state.checkpoints.close)
         self.watchdog.beat(0, "load")

@@ -40,22 +40,31 @@ SAME: dict[str, tuple[str, ...]] = {
 """Keys that a resumed run may not change, by section; () is all of it. They decide what the weights are and which sample comes next."""
 
 
-def prepare(config: Config, data: Sequence[Mapping[str, Any]] = ()) -> None:
+def prepare(config: Config, data: Sequence[Mapping[str, Any]] = (), *, again: bool = False) -> None:
     """Makes the folder, or checks that it holds this run; writes the configuration. For the leading rank.
 
     data: what the token files are (`Data.identity`).
+    again: after a restart in place, when checkpoints are of this run even under checkpoint.load = "none". The rest is done
+        again too: the rank that led before may have died before it came here.
     """
     folder = config.run_folder
     if any((folder / "checkpoints").glob("step-*")):
-        if config.checkpoint.load == "none":
+        if config.checkpoint.load == "none" and not again:
             raise ValueError(
                 f"{folder} has a run already, and checkpoint.load is none: choose another train.run, or remove the folder."
             )
         check_same(config, folder)
         check_data(folder, data)
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / CONFIG_FILE, to_toml(config))
-    write_whole(folder / DATA_FILE, json.dumps({"files": list(data)}, indent=2) + "\n")
+    _write(folder / CONFIG_FILE, to_toml(config))
+    _write(folder / DATA_FILE, json.dumps({"files": list(data)}, indent=2) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes what is not there yet: a restart in place on a full disk has nothing to write."""
+    content = text.encode()
+    if not (path.is_file() and path.stat().st_size == len(content) and path.read_bytes() == content):
+        write_whole(path, content)
 
 
 def check_same(config: Config, folder: Path) -> None:
