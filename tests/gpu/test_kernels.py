@@ -294,3 +294,23 @@ def test_every_zero_to_be_raised_is_zero_and_on_an_address_that_16_divides():
     for _ in range(2):  # filled anew whenever the graph runs
         graph.replay()
         assert inside.item() == 1
+
+
+def test_reciprocals_are_correctly_rounded():
+    """All float32 from 1 to 2^120: in float64, with twice the bits, rounding a second time does no harm."""
+    import triton
+    import triton.language as tl
+
+    from ottava.kernels.activation_triton import reciprocal
+
+    @triton.jit
+    def kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
+        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(out_ptr + at, reciprocal(tl.load(x_ptr + at)))
+
+    mantissas = torch.arange(2**23, dtype=torch.int32, device="cuda")
+    out = torch.empty(2**23, device="cuda")
+    for exponent in range(127, 247):
+        x = (mantissas | exponent << 23).view(torch.float32)
+        kernel[(2**23 // 1024,)](x, out, 1024)
+        assert torch.equal(out, x.double().reciprocal().float()), exponent - 127

@@ -1,4 +1,4 @@
-"""exp, reciprocal, sigmoid and tanh from basic operations: accuracy in float32 and behaviour at the edges."""
+"""exp, sigmoid and tanh from basic operations: accuracy in float32 and behaviour at the edges."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ottava.kernels.elementary import EXP_HIGH, EXP_LOW, exp, reciprocal, sigmoid, tanh
+from ottava.kernels.elementary import EXP_HIGH, EXP_LOW, exp, sigmoid, tanh
 
 
 def ulps(got: Tensor, want: Tensor) -> float:
@@ -29,14 +29,9 @@ def test_exp_at_its_edges() -> None:
     assert exp(torch.tensor([math.nan])).isnan().all()
 
 
-def test_reciprocal_is_within_an_ulp_or_so() -> None:
-    d = torch.cat([torch.linspace(1, 2, 100_001), torch.exp2(torch.linspace(0, 119, 100_001))])
-    assert ulps(reciprocal(d), 1 / d.double()) < 2
-
-
 def test_sigmoid_and_its_limits() -> None:
     x = torch.linspace(-79, 79, 100_001)
-    assert ulps(sigmoid(x), torch.sigmoid(x.double())) < 4
+    assert ulps(sigmoid(x), torch.sigmoid(x.double())) < 3
     torch.testing.assert_close(sigmoid(torch.tensor([0.0, 100.0])), torch.tensor([0.5, 1.0]), rtol=0, atol=1e-7)
     assert 0 < sigmoid(torch.tensor([-1000.0])).item() < 1e-30
     assert sigmoid(torch.tensor([math.nan])).isnan().all()

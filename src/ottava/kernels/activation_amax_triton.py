@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ottava.kernels.activation_triton import activate, derivative
 from ottava.kernels.launch import Launch, Launcher
-from ottava.kernels.tile_kernel import _load, _raise
+from ottava.kernels.magnitudes_triton import raise_to
+from ottava.kernels.tile_kernel import _load
 
 TILE = (32, 128)
 BOUNDED = ("silu",)
@@ -73,7 +74,7 @@ def _amax_kernel(
             value = activate(gate, ACT)
             if GATED:
                 value = value * up
-        _raise(amax_ptr, tl.max(tl.abs(value)))
+        raise_to(amax_ptr, tl.max(tl.abs(value)))
 
 
 _AMAX = Launcher(_amax_kernel)

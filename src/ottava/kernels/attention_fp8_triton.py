@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ottava.kernels.attention_fp8 import KEYS, PAD, WEIGHT_EXPONENT
 from ottava.kernels.launch import Launcher
-from ottava.kernels.tile_kernel import _pair_to_bytes, _raise, _reciprocal, _scale_of
+from ottava.kernels.magnitudes_triton import raise_to
+from ottava.kernels.tile_kernel import _pair_to_bytes, _reciprocal, _scale_of
 
 LOG2E = 1.0 / math.log(2.0)
 
@@ -73,7 +74,7 @@ def _rows(
 
 @triton.jit
 def _raise_amax(amax, value):
-    _raise(amax, tl.max(tl.where(value == value, tl.abs(value), 0.0)))
+    raise_to(amax, tl.max(tl.where(value == value, tl.abs(value), 0.0)))
 
 
 @triton.jit(do_not_specialize=_SIZES)

@@ -1,11 +1,14 @@
 """The Triton versions of `head_loss.py`; imported only where a CUDA tensor meets them. One program a row of logits.
 
-[Note: lanes] Every lane of a program keeps a maximum and a sum of its own while it walks along the row, so that no lane waits for
-another until the row is read; that takes two exponentials an element instead of one, which a memory-bound kernel has time for. Lanes
-are joined at the end, always in the same order.
+[Note: lanes] A row is walked in blocks [lanes, EACH]. Every lane keeps a maximum and a sum of its own, so that no lane waits for another
+until the row is read; EACH neighbours that a thread holds have one maximum, so that a logit takes one exponential and not two. Lanes are
+joined at the end, always in the same order. Blocks without an edge in them are walked without masks, and the target, which is one logit of
+a hundred thousand, is corrected at the end instead of being looked for all along: a row of 128,256 logits takes a processor longer to
+compute than to read if every logit costs a few instructions more.
 
-Rows are walked backwards for the gradient: what was read last is what the L2 cache still holds. Offsets of rows are 64-bit, as tokens
-times vocabulary exceed 2^31.
+Rows are walked backwards for the gradient: what was read last is what the L2 cache still holds. Programs are so large that a processor
+has one or two of them: rows that are being walked have to stay in that cache. Offsets of rows are 64-bit, as tokens times vocabulary exceed
+2^31.
 """
 
 from __future__ import annotations
@@ -22,34 +25,56 @@ from ottava.kernels.head_loss import Terms
 from ottava.kernels.launch import Launcher
 
 LOWEST = tl.constexpr(_LOWEST)
-WIDEST = 4096
+WIDEST = 16384
 """Columns that a program takes at a time, at most."""
-PER_WARP = 256
-"""Of these a warp takes: 8 a thread, one load of 16 bytes in bf16. The fastest of those tried on an H200."""
+EACH = 16
+"""Of these a lane takes; and so does a thread."""
 
 
 @triton.jit
-def _row_statistics(row, index, here, real, SMOOTHED: tl.constexpr, BLOCK: tl.constexpr):
-    """(maximum, sum of exponents relative to it, logit of column `index` or 0 for -1, sum) of the first `real` of `here` logits at `row`.
+def _exp(x):
+    """e^x, to two ulp, and 0 where that is subnormal."""
+    return tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * 1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1
+    )
 
-    Loads stop at `here`, the width of the logits, not at `real`: widths are padded to what loads of 16 bytes want.
-    """
+
+@triton.jit
+def _columns(LANES: tl.constexpr, EACH: tl.constexpr):
+    """int32 [LANES, EACH]: those of the first block."""
+    return tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+
+
+@triton.jit
+def _statistics_with(x, highest, total):
+    """A lane's maximum and sum of exponents relative to it, with those of a block more."""
+    higher = tl.maximum(highest, tl.max(x, axis=1))
+    return higher, total * _exp(highest - higher) + tl.sum(_exp(x - higher[:, None]), axis=1)
+
+
+@triton.jit
+def _row_statistics(row, index, here, SMOOTHED: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr):
+    """(maximum, sum of exponents relative to it, logit of column `index` or 0 for -1, sum) of the `here` logits at `row`."""
+    BLOCK: tl.constexpr = LANES * EACH
     target = tl.load(row + index, mask=index >= 0, other=0.0).to(tl.float32)
-    lanes = tl.arange(0, BLOCK)
-    highest = tl.full([BLOCK], LOWEST, tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    plain = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, here, BLOCK):
-        at = start + lanes
-        x = tl.load(row + at, mask=at < here, other=float("-inf")).to(tl.float32)
-        x = tl.where(at < real, x, float("-inf"))
-        higher = tl.maximum(highest, x)
-        total = total * tl.exp(highest - higher) + tl.exp(x - higher)
-        highest = higher
+    columns = _columns(LANES, EACH)
+    highest = tl.full([LANES], LOWEST, tl.float32)
+    total = tl.zeros([LANES], tl.float32)
+    plain = tl.zeros([LANES], tl.float32)
+    edge = here // BLOCK * BLOCK
+    for start in range(0, edge, BLOCK):
+        x = tl.load(row + start + columns).to(tl.float32)
+        highest, total = _statistics_with(x, highest, total)
         if SMOOTHED:
-            plain += tl.where(at < tl.minimum(here, real), x, 0.0)
+            plain += tl.sum(x, axis=1)
+    if edge < here:
+        inside = edge + columns < here
+        x = tl.load(row + edge + columns, mask=inside, other=float("-inf")).to(tl.float32)
+        highest, total = _statistics_with(x, highest, total)
+        if SMOOTHED:
+            plain += tl.sum(tl.where(inside, x, 0.0), axis=1)
     maximum = tl.max(highest, axis=0)
-    return maximum, tl.sum(total * tl.exp(highest - maximum), axis=0), target, tl.sum(plain, axis=0)
+    return maximum, tl.sum(total * _exp(highest - maximum), axis=0), target, tl.sum(plain, axis=0)
 
 
 @triton.jit
@@ -84,48 +109,61 @@ def _loss(
 
 @triton.jit
 def _write_gradient(
-    out, row, maximum, total, grad, index, here, real, width, vocabulary, smoothing, z_loss, BLOCK: tl.constexpr
+    out, row, maximum, total, target, grad, index, here, width, vocabulary, smoothing, z_loss,
+    SMOOTHED: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """At `out`, `width` numbers: the gradient of the row's loss times `grad` for the first `real` of `here` logits at `row`, else 0."""
+    """At `out`, `width` numbers: the gradient of the row's loss times `grad` for the `here` logits at `row`, else 0. target: the logit of
+    column `index`; -1 if the target is not here."""
+    BLOCK: tl.constexpr = LANES * EACH
+    dtype = out.dtype.element_ty
     factor = grad * (1.0 + 2.0 * z_loss * (maximum + tl.log(total))) / total
-    at_target = grad * (1.0 - smoothing)
     everywhere = grad * smoothing / vocabulary
-    lanes = tl.arange(0, BLOCK)
-    blocks = tl.cdiv(width, BLOCK)
+    columns = _columns(LANES, EACH)
+    blocks = here // BLOCK
+    for start in range(blocks * BLOCK, width, BLOCK):
+        inside = start + columns < here
+        x = tl.load(row + start + columns, mask=inside, other=float("-inf")).to(tl.float32)
+        value = tl.where(inside, _exp(x - maximum) * factor - everywhere, 0.0)
+        tl.store(out + start + columns, value.to(dtype), mask=start + columns < width)
     for i in range(blocks):
-        at = (blocks - 1 - i) * BLOCK + lanes
-        x = tl.load(row + at, mask=at < here, other=float("-inf")).to(tl.float32)
-        value = tl.exp(x - maximum) * factor - everywhere
-        value = tl.where(at == index, value - at_target, value)
-        value = tl.where((at < here) & (at < real), value, 0.0)
-        tl.store(out + at, value.to(out.dtype.element_ty), mask=at < width)
+        start = (blocks - 1 - i) * BLOCK
+        value = _exp(tl.load(row + start + columns).to(tl.float32) - maximum) * factor
+        if SMOOTHED:
+            value -= everywhere
+        tl.store(out + start + columns, value.to(dtype))
+    if index >= 0:
+        tl.debug_barrier()  # this store is to come after that of the whole block
+        value = _exp(target - maximum) * factor - everywhere - grad * (1.0 - smoothing)
+        tl.store(out + index, value.to(dtype))
 
 
 @triton.jit
 def _fused_kernel(
     logits, targets, losses, stride, width, real, vocabulary, ignore, smoothing, z_loss,
-    SMOOTHED: tl.constexpr, BLOCK: tl.constexpr,
+    SMOOTHED: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0).to(tl.int64)
     word = tl.load(targets + number)
     row = logits + number * stride
-    index = tl.where((word >= 0) & (word < real), word, -1).to(tl.int32)
-    here = tl.where(word == ignore, 0, width)  # nothing of an ignored row is read
-    maximum, total, target, plain = _row_statistics(row, index, here, real, SMOOTHED, BLOCK)
+    here = tl.where(word == ignore, 0, tl.minimum(width, real))  # nothing of an ignored row is read
+    index = tl.where((word >= 0) & (word < here), word, -1).to(tl.int32)
+    maximum, total, target, plain = _row_statistics(row, index, here, SMOOTHED, LANES, EACH)
     loss = _loss(maximum, total, target, plain, word, vocabulary, ignore, smoothing, z_loss, SMOOTHED)
     tl.store(losses + number, loss)
-    _write_gradient(row, row, maximum, total, 1.0, index, here, real, width, vocabulary, smoothing, z_loss, BLOCK)
+    _write_gradient(
+        row, row, maximum, total, target, 1.0, index, here, width, vocabulary, smoothing, z_loss, SMOOTHED, LANES, EACH
+    )
 
 
 @triton.jit
 def _statistics_kernel(
-    logits, targets, out, stride, width, first, real, ignore, SMOOTHED: tl.constexpr, BLOCK: tl.constexpr
+    logits, targets, out, stride, width, first, real, ignore, SMOOTHED: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr
 ):  # fmt: skip
     number = tl.program_id(0).to(tl.int64)
     word = tl.load(targets + number)
-    index = tl.where((word >= first) & (word < first + real) & (word != ignore), word - first, -1).to(tl.int32)
-    here = tl.where(word == ignore, 0, width)
-    maximum, total, target, plain = _row_statistics(logits + number * stride, index, here, real, SMOOTHED, BLOCK)
+    here = tl.where(word == ignore, 0, tl.minimum(width, real))
+    index = tl.where((word >= first) & (word < first + here), word - first, -1).to(tl.int32)
+    maximum, total, target, plain = _row_statistics(logits + number * stride, index, here, SMOOTHED, LANES, EACH)
     tl.store(out + number * 4, maximum)
     tl.store(out + number * 4 + 1, total)
     tl.store(out + number * 4 + 2, target)
@@ -146,19 +184,21 @@ def _values_kernel(
 @triton.jit
 def _gradient_kernel(
     out, logits, statistics, targets, grads, rows, ranks, out_stride, stride, width, first, real, vocabulary, ignore, smoothing,
-    z_loss, GIVEN: tl.constexpr, BLOCK: tl.constexpr,
+    z_loss, GIVEN: tl.constexpr, SMOOTHED: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0).to(tl.int64)
     word = tl.load(targets + number)
-    index = tl.where((word >= first) & (word < first + real), word - first, -1).to(tl.int32)
-    here = tl.where(word == ignore, 0, width)
+    row = logits + number * stride
+    here = tl.where(word == ignore, 0, tl.minimum(width, real))
+    index = tl.where((word >= first) & (word < first + here), word - first, -1).to(tl.int32)
     maximum, total, _, _ = _joined(statistics, number, rows, ranks)
+    target = tl.load(row + index, mask=index >= 0, other=0.0).to(tl.float32)
     grad = tl.full([], 1.0, tl.float32)
     if GIVEN:
         grad = tl.load(grads + number)
     _write_gradient(
-        out + number * out_stride, logits + number * stride, maximum, total, grad, index, here, real, width, vocabulary, smoothing,
-        z_loss, BLOCK,
+        out + number * out_stride, row, maximum, total, target, grad, index, here, width, vocabulary, smoothing, z_loss,
+        SMOOTHED, LANES, EACH,
     )  # fmt: skip
 
 
@@ -168,13 +208,13 @@ _VALUES = Launcher(_values_kernel)
 _GRADIENT = Launcher(_gradient_kernel)
 
 
-def _block(width: int) -> int:
-    return min(max(triton.next_power_of_2(width), 1024), WIDEST)
+def _lanes(width: int) -> int:
+    return min(max(triton.next_power_of_2(width), 1024), WIDEST) // EACH
 
 
-def _launch(launcher: Launcher, count: int, block: int, arguments: dict[str, Any]) -> None:
+def _launch(launcher: Launcher, count: int, lanes: int, arguments: dict[str, Any]) -> None:
     if count:
-        launcher((count,), block // PER_WARP, arguments, fuse_multiply_add=True)
+        launcher((count,), max(lanes // 32, 1), arguments, fuse_multiply_add=True)
 
 
 def _rows(logits: Tensor) -> Tensor:
@@ -187,11 +227,11 @@ def fused_(logits: Tensor, targets: Tensor, terms: Terms) -> Tensor:
     if logits.stride(1) != 1:
         raise ValueError(f"Logits that are overwritten must have contiguous rows, got strides {logits.stride()}.")
     losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-    block = _block(logits.shape[1])
-    _launch(_FUSED, losses.numel(), block, {
+    lanes = _lanes(logits.shape[1])
+    _launch(_FUSED, losses.numel(), lanes, {
         "logits": logits, "targets": targets.contiguous(), "losses": losses, "stride": logits.stride(0), "width": logits.shape[1],
         "real": terms.real, "vocabulary": terms.vocabulary, "ignore": terms.ignore_index, "smoothing": terms.smoothing,
-        "z_loss": terms.z_loss, "SMOOTHED": terms.smoothing != 0, "BLOCK": block,
+        "z_loss": terms.z_loss, "SMOOTHED": terms.smoothing != 0, "LANES": lanes, "EACH": EACH,
     })  # fmt: skip
     return losses
 
@@ -200,10 +240,11 @@ def statistics(logits: Tensor, targets: Tensor, terms: Terms) -> Tensor:
     """See `head_loss._statistics`."""
     logits = _rows(logits)
     out = torch.empty(logits.shape[0], 4, dtype=torch.float32, device=logits.device)
-    block = _block(logits.shape[1])
-    _launch(_STATISTICS, out.shape[0], block, {
+    lanes = _lanes(logits.shape[1])
+    _launch(_STATISTICS, out.shape[0], lanes, {
         "logits": logits, "targets": targets.contiguous(), "out": out, "stride": logits.stride(0), "width": logits.shape[1],
-        "first": terms.first, "real": terms.real, "ignore": terms.ignore_index, "SMOOTHED": terms.smoothing != 0, "BLOCK": block,
+        "first": terms.first, "real": terms.real, "ignore": terms.ignore_index, "SMOOTHED": terms.smoothing != 0,
+        "LANES": lanes, "EACH": EACH,
     })  # fmt: skip
     return out
 
@@ -212,7 +253,7 @@ def values(statistics: Tensor, targets: Tensor, terms: Terms) -> Tensor:
     """See `head_loss._values`."""
     ranks, rows = statistics.shape[:2]
     losses = torch.empty(rows, dtype=torch.float32, device=statistics.device)
-    _launch(_VALUES, rows, PER_WARP, {
+    _launch(_VALUES, rows, 1, {
         "statistics": statistics.contiguous(), "targets": targets.contiguous(), "losses": losses, "rows": rows, "ranks": ranks,
         "vocabulary": terms.vocabulary, "ignore": terms.ignore_index, "smoothing": terms.smoothing, "z_loss": terms.z_loss,
         "SMOOTHED": terms.smoothing != 0,
@@ -228,11 +269,11 @@ def gradient_(
         raise ValueError(f"A gradient is written into contiguous rows, got strides {out.stride()}.")
     logits, statistics = _rows(logits), statistics.contiguous()
     ranks, rows = statistics.shape[:2]
-    block = _block(logits.shape[1])
-    _launch(_GRADIENT, rows, block, {
+    lanes = _lanes(logits.shape[1])
+    _launch(_GRADIENT, rows, lanes, {
         "out": out, "logits": logits, "statistics": statistics, "targets": targets.contiguous(),
         "grads": statistics if grad is None else grad.float().contiguous(), "rows": rows, "ranks": ranks, "out_stride": out.stride(0),
         "stride": logits.stride(0), "width": logits.shape[1], "first": terms.first, "real": terms.real,
         "vocabulary": terms.vocabulary, "ignore": terms.ignore_index, "smoothing": terms.smoothing, "z_loss": terms.z_loss,
-        "GIVEN": grad is not None, "BLOCK": block,
+        "GIVEN": grad is not None, "SMOOTHED": terms.smoothing != 0, "LANES": lanes, "EACH": EACH,
     })  # fmt: skip

@@ -33,18 +33,25 @@ class Launcher:
         self.compiled: dict[tuple, Any] = {}
 
     def __call__(
-        self, grid: tuple[int, ...], warps: int, arguments: dict[str, Any], fuse_multiply_add: bool = False
+        self,
+        grid: tuple[int, ...],
+        warps: int,
+        arguments: dict[str, Any],
+        fuse_multiply_add: bool = False,
+        registers: int | None = None,
     ) -> Any:
         """Launches on the current stream, with every parameter of the kernel by name; returns the compiled variant.
 
-        Without fused multiply-adds a kernel rounds as the torch reference does.
+        Without fused multiply-adds a kernel rounds as the torch reference does. registers: of a thread, at most; what does not fit goes
+        to memory.
         """
         values = [arguments[name] for name in self.names]
         variant = [v if constant else _specialization(v) for v, constant in zip(values, self.is_constant, strict=True)]
-        key = (torch.cuda.current_device(), warps, fuse_multiply_add, *variant)
+        key = (torch.cuda.current_device(), warps, fuse_multiply_add, registers, *variant)
         compiled = self.compiled.get(key)
         if compiled is None:
-            compiled = self.kernel[grid](*values, num_warps=warps, enable_fp_fusion=fuse_multiply_add)
+            options = {} if registers is None else {"maxnreg": registers}
+            compiled = self.kernel[grid](*values, num_warps=warps, enable_fp_fusion=fuse_multiply_add, **options)
             self.compiled[key] = compiled
         else:
             compiled[(*grid, 1, 1)[:3]](*values)
@@ -57,9 +64,10 @@ class Launcher:
         arguments: dict[str, Any],
         pointers: tuple[str, ...],
         fuse_multiply_add: bool = False,
+        registers: int | None = None,
     ) -> Launch:
         """A launch to be repeated. arguments: all but `pointers`, which are tensors of the same dtypes each time."""
-        return Launch(self, grid, warps, arguments, pointers, fuse_multiply_add)
+        return Launch(self, grid, warps, arguments, pointers, fuse_multiply_add, registers)
 
 
 class Launch:
@@ -77,8 +85,10 @@ class Launch:
         arguments: dict[str, Any],
         pointers: tuple[str, ...],
         fuse_multiply_add: bool,
+        registers: int | None,
     ) -> None:
-        self.launcher, self.grid, self.warps, self.fuse_multiply_add = launcher, grid, warps, fuse_multiply_add
+        self.launcher, self.grid, self.options = launcher, grid, (fuse_multiply_add, registers)
+        self.warps = warps
         self.blocks = (*grid, 1, 1)[:3]
         self.values: list[Any] = [None if name in pointers else arguments[name] for name in launcher.names]
         self.places = [launcher.names.index(name) for name in pointers]
@@ -106,7 +116,7 @@ class Launch:
         for place, tensor in zip(self.places, tensors, strict=True):
             values[place] = tensor
         arguments = dict(zip(self.launcher.names, values, strict=True))
-        compiled = self.launcher(self.grid, self.warps, arguments, self.fuse_multiply_add)
+        compiled = self.launcher(self.grid, self.warps, arguments, *self.options)
         if compiled is not None:  # None: Triton's interpreter, which compiles nothing
             self.ready[variant] = _entry(compiled)
 

@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ottava.kernels.launch import Launcher
-from ottava.kernels.tile_kernel import _raise, _store, _to_bytes
+from ottava.kernels.magnitudes_triton import raise_to
+from ottava.kernels.tile_kernel import _store, _to_bytes
 
 # Columns of the table: pointer to values, rows, columns, rows of the first block that lie above them, columns before them, pointer to
 # bytes, pointer to amax or factors, blocks across.
@@ -51,7 +52,7 @@ def amax_kernel(
     if BLOCKS:
         tl.store(amax_ptr + block, amax)
     else:
-        _raise(amax_ptr, amax)
+        raise_to(amax_ptr, amax)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ottava.kernels import norm
 from ottava.kernels.launch import Launch, Launcher
-from ottava.kernels.tile_kernel import _raise
+from ottava.kernels.magnitudes_triton import raise_to
 from ottava.kernels.zeros import zero_like
 from ottava.quant.scaling import amax_of
 
@@ -156,7 +156,8 @@ def _warps(block: int) -> int:
 def _backward_kernel(
     dy_ptr, x_ptr, gamma_ptr, mean_ptr, rstd_ptr, other_ptr, dx_ptr, dgamma_ptr, dbeta_ptr, amax_ptr,
     dy_stride, x_stride, other_stride, M, K,
-    CENTER: tl.constexpr, BETA: tl.constexpr, ZERO_CENTERED: tl.constexpr, ADD: tl.constexpr, AMAX: tl.constexpr, BLOCK: tl.constexpr,
+    CENTER: tl.constexpr, BETA: tl.constexpr, ZERO_CENTERED: tl.constexpr, ADD: tl.constexpr, AMAX: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program walks rows pid, pid + programs, ... and sums dgamma and dbeta over them into its own row of the partials.
 
@@ -171,7 +172,7 @@ def _backward_kernel(
     dgamma = tl.zeros([BLOCK], tl.float32)
     dbeta = tl.zeros([BLOCK], tl.float32)
     largest = tl.zeros([BLOCK], tl.float32)
-    for row in range(pid, M, tl.num_programs(0)):
+    for row in tl.range(pid, M, tl.num_programs(0), num_stages=STAGES):
         x = tl.load(x_ptr + tl.cast(row, tl.int64) * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + tl.cast(row, tl.int64) * dy_stride + cols, mask=mask, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + row)
@@ -199,7 +200,7 @@ def _backward_kernel(
     if BETA:
         tl.store(dbeta_ptr + pid.to(tl.int64) * K + cols, dbeta, mask=mask)
     if AMAX:
-        _raise(amax_ptr, tl.max(tl.where(mask, largest, 0.0)))
+        raise_to(amax_ptr, tl.max(tl.where(mask, largest, 0.0)))
 
 
 _BACKWARD = Launcher(_backward_kernel)
@@ -307,12 +308,18 @@ def _prepare_backward(
     """Takes dy, x, gain, rstd, dx, the gain's partial sums; then the mean, the bias's partial sums, the other gradient and the amax, if
     there are such."""
     m, k = x.shape
-    programs = min(m, 4 * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 8)
     block = triton.next_power_of_2(k)
+    ahead = block * (
+        dy.element_size() + x.element_size() + (0 if other is None else other.element_size())
+    )  # bytes of a row
+    # Rows are read ahead into shared memory where two programs find room for it on a processor; else more programs take turns.
+    stages, each = (3, 2) if 3 * ahead <= 96 * 2**10 else (1, 4)
+    programs = min(m, each * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 8)
     arguments = {
         "mean_ptr": None, "dbeta_ptr": None, "other_ptr": None, "amax_ptr": None, "dy_stride": dy.stride(0), "x_stride": x.stride(0),
         "other_stride": 0 if other is None else other.stride(0), "M": m, "K": k,
-        "CENTER": center, "BETA": beta, "ZERO_CENTERED": zero_centered, "ADD": other is not None, "AMAX": amax, "BLOCK": block,
+        "CENTER": center, "BETA": beta, "ZERO_CENTERED": zero_centered, "ADD": other is not None, "AMAX": amax,
+        "STAGES": stages, "BLOCK": block,
     }  # fmt: skip
     pointers: tuple[str, ...] = ("dy_ptr", "x_ptr", "gamma_ptr", "rstd_ptr", "dx_ptr", "dgamma_ptr")
     pointers += ("mean_ptr",) if center else ()

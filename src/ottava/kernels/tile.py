@@ -52,6 +52,10 @@ class Producer:
         """Columns that the grid covers."""
         return self.x.shape[1]
 
+    def has_dtype(self, rounds: bool) -> bool:
+        """Whether all that it makes has the activation dtype's precision, if the output is rounded to it or not."""
+        return rounds or not self.rounds
+
     def width(self) -> int:
         """Columns of the output."""
         return self.columns()
@@ -168,6 +172,10 @@ class ActivationBackwardWithOutput(ActivationBackward):
         given = scale if scale is not None else amax
         self.tensors = (*self.tensors, *(() if given is None else (given,)), self.output, self.output_scale)
 
+    def has_dtype(self, rounds: bool) -> bool:
+        """See `Producer.has_dtype`."""
+        return rounds and not Scheme.parse(self.facts[-2]).from_float32
+
     @staticmethod
     def fits(x: Tensor, grad: Scheme, output: Scheme) -> bool:
         """Whether one kernel can make both."""
@@ -194,6 +202,12 @@ class ActivationBackwardWithOutput(ActivationBackward):
         return self.output, scale, scale.new_empty(0, dtype=torch.float32)
 
 
+def packs(x: Tensor) -> bool:
+    """Whether two numbers that are rounded to x's dtype can be kept as one (magnitudes_triton.py, [Note: packed]), whose instructions came
+    with Hopper."""
+    return x.dtype is torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
 def kind_of(scheme: Scheme) -> str:
     """The kernel's name for it."""
     return scheme.kind if scheme.kind != "block" else ("block1d" if scheme.block == (1, 128) else "block2d")
@@ -209,15 +223,23 @@ _DEFAULTS: dict[str, Any] = {
     "OUTPUT": "none", "OUTPUT_E5M2": False, "OUTPUT_MAX": 448.0, "OUTPUT_EPSILON": 0.0, "OUTPUT_POWER_OF_TWO": False, "OUTPUT_ROUND": False,
     "dy_stride": 0, "col_stride": 0, "ACT": "none", "GATED": False, "BETA": False, "CENTER": False, "ZERO_CENTERED": False, "SCALE": "none",
     "E5M2": False, "FP8_MAX": 448.0, "EPSILON": 0.0, "POWER_OF_TWO": False, "INF_VALUE": 0.0, "ROWWISE": False, "COLUMNWISE": False,
-    "AMAX": "none", "SUM": False, "ROUND": False,
+    "AMAX": "none", "SUM": False, "ROUND": False, "PACK": False,
 }  # fmt: skip
 
 
-def _prepare(
-    producer: Producer, tile: tuple[int, int], warps: int, pointers: tuple[str, ...], **arguments: Any
-) -> Launch:
+class _Tile(NamedTuple):
+    """How the kernel is cut and run."""
+
+    rows: int
+    columns: int
+    warps: int
+    registers: int | None = None
+    """Of a thread, at most: fewer than it would take where more programs on a processor win more than what goes to memory costs."""
+
+
+def _prepare(producer: Producer, tile: _Tile, pointers: tuple[str, ...], **arguments: Any) -> Launch:
     """A launch that takes x, the producer's tensors, and then `pointers`."""
-    x, (bm, bk) = producer.x, tile
+    x, (bm, bk, warps, registers) = producer.x, tile
     m, k = x.shape[0], producer.columns()
     arguments = {
         **_DEFAULTS,
@@ -233,25 +255,27 @@ def _prepare(
         **arguments,
     }
     grid = (triton.cdiv(k, bk), triton.cdiv(m, bm))
-    return _KERNEL.prepare(grid, warps, arguments, ("x_ptr", *producer.pointers(), *pointers))
+    return _KERNEL.prepare(grid, warps, arguments, ("x_ptr", *producer.pointers(), *pointers), registers=registers)
 
 
 _KERNEL = Launcher(tile_kernel)
-# Tile and warps by kind, and by producer where that differs: the fastest of those tried on an H200 at 8192 rows (`ottava bench kernels`).
-_TILES: dict[Any, tuple[tuple[int, int], int]] = {
-    "tensor": ((64, 128), 8),
-    ("tensor", "activation"): ((32, 128), 4),
-    ("tensor", "activation_backward"): ((32, 128), 8),
-    # Not timed yet: the smallest number of warps with which registers suffice and leave room for 16 warps on a processor.
-    ("tensor", "activation_backward_with_output"): ((32, 128), 8),
-    ("mx", "activation_backward_with_output"): ((64, 128), 8),
-    "block1d": ((128, 128), 8),
-    ("block1d", "activation_backward_with_output"): ((128, 128), 16),
-    "block2d": ((128, 128), 16),
-    ("block2d", "identity"): ((128, 128), 8),
-    ("block2d", "activation"): ((128, 128), 8),
-    "mx": ((64, 128), 4),
-    "values": ((32, 128), 4),
+# By kind, and by producer where that differs: the fastest of those tried on an H200 at 8192 rows (`ottava bench kernels`).
+_TILES: dict[Any, _Tile] = {
+    "tensor": _Tile(64, 128, 8),
+    ("tensor", "activation"): _Tile(32, 128, 4, 64),
+    ("tensor", "activation_backward"): _Tile(64, 128, 8, 80),
+    ("tensor", "activation_backward_with_output"): _Tile(32, 128, 8, 80),
+    ("mx", "activation_backward_with_output"): _Tile(64, 128, 8),
+    "block1d": _Tile(128, 128, 4, 168),
+    ("block1d", "activation"): _Tile(128, 128, 8, 80),
+    ("block1d", "activation_backward"): _Tile(128, 128, 8, 128),
+    ("block1d", "activation_backward_with_output"): _Tile(128, 128, 8, 128),
+    "block2d": _Tile(128, 128, 16),
+    ("block2d", "identity"): _Tile(128, 128, 8),
+    ("block2d", "activation"): _Tile(128, 128, 8, 80),
+    ("block2d", "activation_backward"): _Tile(128, 128, 16, 104),
+    "mx": _Tile(64, 128, 4),
+    "values": _Tile(32, 128, 4),
 }
 
 
@@ -327,7 +351,7 @@ def _amax_launch(producer: Producer) -> Launch:
         return activation_amax_triton.prepare(producer.x, producer.columns(), producer.facts[1], stride)
     unrounded = producer.name in ("identity", "activation")
     return _prepare(
-        producer, (64, 128), 4, ("amax_ptr",), KIND="none", AMAX="unrounded" if unrounded else "rounded", ROUND=not unrounded
+        producer, _Tile(64, 128, 4), ("amax_ptr",), KIND="none", AMAX="unrounded" if unrounded else "rounded", ROUND=not unrounded
     )  # fmt: skip
 
 
@@ -340,8 +364,7 @@ def store(producer: Producer, dtype: torch.dtype) -> Tensor:
     key = ("store", producer.name, producer.facts, x.shape, x.stride(0), x.dtype)
     launch = _PLANS.get(key)
     if launch is None:
-        tile, warps = _TILES["values"]
-        launch = _keep(key, _prepare(producer, tile, warps, ("values_ptr",), KIND="values", ROUND=False))
+        launch = _keep(key, _prepare(producer, _TILES["values"], ("values_ptr",), KIND="values", ROUND=False))
     launch(x, *producer.tensors, out)
     return out if out.dtype == dtype else out.to(dtype)
 
@@ -442,7 +465,7 @@ def _quantize_plan(
     x = producer.x
     m, width = x.shape[0], producer.width()
     kind = kind_of(scheme)
-    (bm, bk), warps = _TILES.get((kind, producer.variant or producer.name), _TILES[kind])
+    tile = _TILES.get((kind, producer.variant or producer.name), _TILES[kind])
     source = "none"
     if scheme.per_tensor:
         source = "kernel" if scale is not None else "producer" if amax_in is None else "given"
@@ -451,11 +474,12 @@ def _quantize_plan(
     pointers += ("row_ptr", "row_scale_ptr") if rowwise else ()
     pointers += ("col_ptr", "col_scale_ptr") if columnwise else ()
     pointers += ("sum_ptr",) if sums is not None else ()
+    rounds = producer.rounds and not scheme.from_float32
     launch = _prepare(
-        producer, (bm, bk), warps, pointers, KIND=kind, E5M2=scheme.format == "e5m2", FP8_MAX=scheme.element.max,
+        producer, tile, pointers, KIND=kind, E5M2=scheme.format == "e5m2", FP8_MAX=scheme.element.max,
         EPSILON=scheme.epsilon, POWER_OF_TWO=scheme.power_of_two,
         INF_VALUE=torch.finfo(torch.float32 if kind == "tensor" else x.dtype).max,
-        ROWWISE=rowwise, COLUMNWISE=columnwise, ROUND=producer.rounds and not scheme.from_float32,
+        ROWWISE=rowwise, COLUMNWISE=columnwise, ROUND=rounds, PACK=kind != "mx" and producer.has_dtype(rounds) and packs(x),
         AMAX={"kernel": "rounded", "given": "copy"}.get(source, "none"), SUM=sums is not None,
         SCALE={"none": "none", "kernel": "given"}.get(source, "amax"), col_stride=m + m % 2,
     )  # fmt: skip
@@ -474,6 +498,6 @@ def _quantize_plan(
         kind == "block1d",
         m if m % 2 else None,
         source,
-        (triton.cdiv(m, bm), width) if sums is not None else None,
+        (triton.cdiv(m, tile.rows), width) if sums is not None else None,
         {},
     )

@@ -13,28 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ottava.kernels import magnitudes_triton as magnitudes
 from ottava.kernels.activation_triton import activate, derivative
-
-
-@triton.jit
-def _raise(amax_ptr, amax):
-    """*amax_ptr = max(itself, amax). Most tiles do not raise it: a plain read saves the contended atomic."""
-    if amax > tl.load(amax_ptr):
-        tl.atomic_max(amax_ptr, amax)
-
-
-@triton.jit
-def _not_finite(v):
-    """1 where v is NaN or infinite: its exponent is all ones."""
-    return ((v.to(tl.int32, bitcast=True) & 0x7F800000) == 0x7F800000).to(tl.int32)
-
-
-@triton.jit
-def _count(bad_ptr, even, odd):
-    """*bad_ptr += how many numbers of the two halves are not finite."""
-    count = tl.sum(_not_finite(even) + _not_finite(odd))
-    if count > 0:
-        tl.atomic_add(bad_ptr, count)
 
 
 @triton.jit
@@ -178,30 +158,34 @@ def _store_rowwise(
 
 @triton.jit
 def _consume(
-    even, odd, row0, col0, col_end, M, K, col_stride, scale, bad_ptr,
+    even, odd, packed, row0, col0, col_end, M, K, col_stride, scale, bad_ptr,
     row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, sum_ptr, values_ptr,
     KIND: tl.constexpr, E5M2: tl.constexpr, FP8_MAX: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     INF_VALUE: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, AMAX: tl.constexpr, SUM: tl.constexpr,
-    ROUND: tl.constexpr, DTYPE: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    ROUND: tl.constexpr, PACK: tl.constexpr, LOOK: tl.constexpr, DTYPE: tl.constexpr, EVEN: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """even, odd: float32 [BM / 2, BK], the halves of the tile at (row0, col0) of the output [M, K]; zero outside of it. Reductions ignore
-    NaN. col_end: where this tile's half of the output ends."""
+    """even, odd: float32 [BM / 2, BK], the halves of the tile at (row0, col0) of the output [M, K]; zero outside of it. PACK: they are in
+    `packed` instead, which is None otherwise. LOOK: amax_ptr is raised, and what is not finite is counted. Reductions ignore NaN.
+    col_end: where this tile's half of the output ends."""
     H: tl.constexpr = BM // 2
     c = tl.arange(0, BK)
+    if PACK:
+        even, odd = magnitudes.even_of(packed), magnitudes.odd_of(packed)
     if AMAX == "unrounded":
-        _raise(amax_ptr, tl.max(tl.maximum(tl.abs(even), tl.abs(odd))))
-    if ROUND:
+        magnitudes.raise_to(amax_ptr, tl.max(tl.maximum(tl.abs(even), tl.abs(odd))))
+    if ROUND and not PACK:
         even, odd = even.to(DTYPE).to(tl.float32), odd.to(DTYPE).to(tl.float32)
-    if AMAX == "rounded":
-        _raise(amax_ptr, tl.max(tl.maximum(tl.abs(even), tl.abs(odd))))
-    if bad_ptr is not None:
-        _count(bad_ptr, even, odd)
+    if LOOK or (KIND == "block2d"):
+        amax = magnitudes.of_packed(bad_ptr, packed) if PACK else magnitudes.of_floats(bad_ptr, even, odd)
+    if LOOK and (AMAX == "rounded"):
+        magnitudes.raise_to(amax_ptr, amax)
     if SUM:
         tl.store(
             sum_ptr + (row0 // BM).to(tl.int64) * K + col0 + c, tl.sum(even + odd, axis=0), mask=col0 + c < col_end
         )
     if KIND == "block2d":
-        scale = _scale_of(tl.max(tl.maximum(tl.abs(even), tl.abs(odd))), FP8_MAX, EPSILON, POWER_OF_TWO, INF_VALUE)
+        scale = _scale_of(amax, FP8_MAX, EPSILON, POWER_OF_TWO, INF_VALUE)
         if ROWWISE:
             tl.store(row_scale_ptr + (row0 // BM) * tl.cdiv(K, BK) + col0 // BK, _reciprocal(scale, POWER_OF_TWO))
         if COLUMNWISE:
@@ -301,14 +285,15 @@ def tile_kernel(
     ZERO_CENTERED: tl.constexpr, SCALE: tl.constexpr,
     KIND: tl.constexpr, E5M2: tl.constexpr, FP8_MAX: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     INF_VALUE: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, AMAX: tl.constexpr, SUM: tl.constexpr,
-    ROUND: tl.constexpr, DTYPE: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    ROUND: tl.constexpr, PACK: tl.constexpr, DTYPE: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
     OUTPUT: tl.constexpr, OUTPUT_E5M2: tl.constexpr, OUTPUT_MAX: tl.constexpr, OUTPUT_EPSILON: tl.constexpr,
     OUTPUT_POWER_OF_TWO: tl.constexpr, OUTPUT_ROUND: tl.constexpr,
 ):  # fmt: skip
     """M x K: what the grid covers; for a gated backward the output is M x 2K and each program makes two tiles of it.
 
     OUTPUT: the columnwise copy of what the activation gave in forward is made too, by the scale ("given") or amax in output_in_ptr, or by
-    those of its blocks ("blocks"); "none": it is not.
+    those of its blocks ("blocks"); "none": it is not. PACK: see
+    magnitudes_triton.py, [Note: packed]; then ROUND is true or changes nothing, and OUTPUT_ROUND is as ROUND.
     """
     col0, row0 = tl.program_id(0) * BK, tl.program_id(1) * BM
     even, even_twin, even_output = _produce(
@@ -320,7 +305,12 @@ def tile_kernel(
         PRODUCER, ACT, GATED, BETA, CENTER, ZERO_CENTERED, EVEN, BM // 2, BK,
     )  # fmt: skip
 
-    if OUTPUT != "none":
+    packed, packed_twin, packed_output = None, None, None
+    if PACK:
+        packed = magnitudes.pack(even, odd)
+        packed_twin = magnitudes.pack(even_twin, odd_twin)
+        packed_output = magnitudes.pack(even_output, odd_output)
+    elif OUTPUT != "none":
         # Three tiles wait for one another: what will be rounded anyway takes half the registers if it is now.
         if OUTPUT_ROUND:
             even_output, odd_output = even_output.to(DTYPE), odd_output.to(DTYPE)
@@ -344,17 +334,30 @@ def tile_kernel(
                 tl.store(amax_ptr, tl.load(amax_in_ptr))
 
     WIDTH = K
-    if (PRODUCER == "activation_backward") and GATED:
+    GATED_BACKWARD: tl.constexpr = (PRODUCER == "activation_backward") and GATED
+    BOTH: tl.constexpr = GATED_BACKWARD and (KIND == "tensor")
+    LOOK: tl.constexpr = ((bad_ptr is not None) or (AMAX == "rounded")) and not BOTH
+    if BOTH:  # one look at the two parts of the output
+        if PACK:
+            amax = magnitudes.of_two_packed(bad_ptr, packed, packed_twin)
+        else:
+            if ROUND:
+                even, odd = even.to(DTYPE).to(tl.float32), odd.to(DTYPE).to(tl.float32)
+                even_twin, odd_twin = even_twin.to(DTYPE).to(tl.float32), odd_twin.to(DTYPE).to(tl.float32)
+            amax = magnitudes.of_two_floats(bad_ptr, even, odd, even_twin, odd_twin)
+        if AMAX == "rounded":
+            magnitudes.raise_to(amax_ptr, amax)
+    if GATED_BACKWARD:
         WIDTH = 2 * K
         _consume(
-            even_twin, odd_twin, row0, col0 + K, WIDTH, M, WIDTH, col_stride, scale, bad_ptr,
+            even_twin, odd_twin, packed_twin, row0, col0 + K, WIDTH, M, WIDTH, col_stride, scale, bad_ptr,
             row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, sum_ptr, values_ptr,
-            KIND, E5M2, FP8_MAX, EPSILON, POWER_OF_TWO, INF_VALUE, ROWWISE, COLUMNWISE, AMAX, SUM, ROUND, DTYPE, EVEN, BM, BK,
+            KIND, E5M2, FP8_MAX, EPSILON, POWER_OF_TWO, INF_VALUE, ROWWISE, COLUMNWISE, AMAX, SUM, ROUND, PACK, LOOK, DTYPE, EVEN, BM, BK,
         )  # fmt: skip
     _consume(
-        even, odd, row0, col0, K, M, WIDTH, col_stride, scale, bad_ptr,
+        even, odd, packed, row0, col0, K, M, WIDTH, col_stride, scale, bad_ptr,
         row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, sum_ptr, values_ptr,
-        KIND, E5M2, FP8_MAX, EPSILON, POWER_OF_TWO, INF_VALUE, ROWWISE, COLUMNWISE, AMAX, SUM, ROUND, DTYPE, EVEN, BM, BK,
+        KIND, E5M2, FP8_MAX, EPSILON, POWER_OF_TWO, INF_VALUE, ROWWISE, COLUMNWISE, AMAX, SUM, ROUND, PACK, LOOK, DTYPE, EVEN, BM, BK,
     )  # fmt: skip
     if OUTPUT != "none":
         scale = 1.0
@@ -365,8 +368,8 @@ def tile_kernel(
             if (col0 == 0) & (row0 == 0):
                 tl.store(output_scale_ptr, _reciprocal(scale, OUTPUT_POWER_OF_TWO and OUTPUT == "amax"))
         _consume(
-            even_output, odd_output, row0, col0, K, M, K, col_stride, scale, None,
+            even_output, odd_output, packed_output, row0, col0, K, M, K, col_stride, scale, None,
             None, None, output_ptr, output_scale_ptr, None, None, None,
             KIND, OUTPUT_E5M2, OUTPUT_MAX, OUTPUT_EPSILON, OUTPUT_POWER_OF_TWO, INF_VALUE, False, True, "none", False,
-            OUTPUT_ROUND, DTYPE, EVEN, BM, BK,
+            OUTPUT_ROUND, PACK, False, DTYPE, EVEN, BM, BK,
         )  # fmt: skip
