@@ -60,21 +60,21 @@ def _row_statistics(row, index, here, SMOOTHED: tl.constexpr, LANES: tl.constexp
     columns = _columns(LANES, EACH)
     highest = tl.full([LANES], LOWEST, tl.float32)
     total = tl.zeros([LANES], tl.float32)
-    plain = tl.zeros([LANES], tl.float32)
+    plain = tl.zeros([LANES, EACH], tl.float32)
     edge = here // BLOCK * BLOCK
     for start in range(0, edge, BLOCK):
         x = tl.load(row + start + columns).to(tl.float32)
         highest, total = _statistics_with(x, highest, total)
         if SMOOTHED:
-            plain += tl.sum(x, axis=1)
+            plain += x
     if edge < here:
         inside = edge + columns < here
         x = tl.load(row + edge + columns, mask=inside, other=float("-inf")).to(tl.float32)
         highest, total = _statistics_with(x, highest, total)
         if SMOOTHED:
-            plain += tl.sum(tl.where(inside, x, 0.0), axis=1)
+            plain += tl.where(inside, x, 0.0)
     maximum = tl.max(highest, axis=0)
-    return maximum, tl.sum(total * _exp(highest - maximum), axis=0), target, tl.sum(plain, axis=0)
+    return maximum, tl.sum(total * _exp(highest - maximum), axis=0), target, tl.sum(plain)
 
 
 @triton.jit
@@ -214,7 +214,9 @@ def _lanes(width: int) -> int:
 
 def _launch(launcher: Launcher, count: int, lanes: int, arguments: dict[str, Any]) -> None:
     if count:
-        launcher((count,), max(lanes // 32, 1), arguments, fuse_multiply_add=True)
+        # A limit above what the compiler would take lets it keep more loads under way.
+        registers = 64 if lanes * EACH == WIDEST else None
+        launcher((count,), max(lanes // 32, 1), arguments, fuse_multiply_add=True, registers=registers)
 
 
 def _rows(logits: Tensor) -> Tensor:

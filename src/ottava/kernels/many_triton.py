@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ottava import torch_private
+from ottava.kernels import tally
 from ottava.kernels.launch import Launcher
-from ottava.kernels.magnitudes_triton import raise_to
 from ottava.kernels.tile_kernel import _store, _to_bytes
 
 # Columns of the table: pointer to values, rows, columns, rows of the first block that lie above them, columns before them, pointer to
-# bytes, pointer to amax or factors, blocks across.
+# bytes, pointer to factors or place of the first amax, blocks across.
 FIELDS = tl.constexpr(8)
 TILE = 128
 WHOLE_TILE = (32, 128), 4
@@ -39,20 +42,25 @@ def _tile(table_ptr, tiles_ptr, DTYPE: tl.constexpr, BM: tl.constexpr, BK: tl.co
 
 @triton.jit
 def amax_kernel(
-    table_ptr, tiles_ptr, DTYPE: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr
+    table_ptr, tiles_ptr, found_ptr, bad_ptr, DTYPE: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr
 ):  # fmt: skip
-    """BLOCKS: a number for each block, which is a tile; else one for the tensor, which is zero before."""
+    """BLOCKS: a number for each block, which is a tile; else one for the tensor, which is zero before. Infinite ones are counted in
+    *bad_ptr."""
     entry, block, offset, mask, x_ptr = _tile(table_ptr, tiles_ptr, DTYPE, BM, BK)
     if EVEN:
         x = tl.load(x_ptr + offset).to(tl.float32)
     else:
         x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     amax = tl.max(tl.where(x == x, tl.abs(x), 0.0))
-    amax_ptr = tl.load(entry + 6).to(tl.pointer_type(tl.float32))
+    amax_ptr = found_ptr + tl.load(entry + 6)
     if BLOCKS:
         tl.store(amax_ptr + block, amax)
-    else:
-        raise_to(amax_ptr, amax)
+        if amax == float("inf"):
+            tl.atomic_add(bad_ptr, 1)
+    elif amax > tl.load(amax_ptr):  # see `raise_to`
+        before = tl.atomic_max(amax_ptr, amax)
+        if (amax == float("inf")) & (before < amax):
+            tl.atomic_add(bad_ptr, 1)
 
 
 @triton.jit
@@ -93,7 +101,8 @@ def fits(values: Sequence[Tensor], out: Sequence[Tensor], blocks: list[int]) -> 
 def amax(values: list[Tensor], sizes: list[int], blocks: list[int], offsets: list[tuple[int, int]]) -> Tensor:
     """See `many.amax_many`. sizes: how many numbers each tensor gets."""
     found = torch.zeros(sum(sizes), device=values[0].device)
-    _launch(_AMAX, values, values, list(found.split(sizes)), blocks, offsets)
+    places = [0, *itertools.accumulate(sizes)][:-1]
+    _launch(_AMAX, values, values, places, blocks, offsets, found_ptr=found, bad_ptr=tally.weights_counter(found))
     return found
 
 
@@ -107,17 +116,17 @@ def encode(
 ) -> None:
     """See `many.encode_many_`."""
     factors = [factor.contiguous() for factor in factors]
-    _launch(_ENCODE, values, out, factors, blocks, offsets, E5M2=e5m2)
+    _launch(_ENCODE, values, out, [factor.data_ptr() for factor in factors], blocks, offsets, E5M2=e5m2)
 
 
 def _launch(
     kernel: Launcher,
     values: list[Tensor],
     out: list[Tensor],
-    numbers: list[Tensor],
+    numbers: list[int],
     blocks: list[int],
     offsets: list[tuple[int, int]],
-    **constants: bool,
+    **arguments: Any,
 ) -> None:
     (r, c), warps = ((TILE, TILE), 8) if blocks else WHOLE_TILE
     rows, grids = [], []
@@ -125,14 +134,22 @@ def _launch(
     for x, o, number, (top, left) in zip(values, out, numbers, offsets, strict=True):
         (m, k), above, before = x.shape, (top % r if blocks else 0), (left % c if blocks else 0)
         grid = -(-(above + m) // r), -(-(before + k) // c)
-        rows.append((x.data_ptr(), m, k, above, before, o.data_ptr(), number.data_ptr(), grid[1]))
+        rows.append((x.data_ptr(), m, k, above, before, o.data_ptr(), number, grid[1]))
         grids.append(grid)
         even &= not (above or before or m % r or k % c)
-    tiles = _tiles(tuple(grids), values[0].device)
-    table = torch.tensor(rows, dtype=torch.int64).pin_memory().to(values[0].device, non_blocking=True)
-    constants |= {"BLOCKS": bool(blocks), "EVEN": even}
-    arguments = {"table_ptr": table, "tiles_ptr": tiles, "DTYPE": _TRITON_DTYPES[values[0].dtype], "BM": r, "BK": c}
-    kernel((tiles.shape[0],), warps, arguments | constants)
+    device = values[0].device
+    tiles = _tiles(tuple(grids), device)
+    # Weights stay where they are, so most tables have been there before. A graph must not read one that may be forgotten.
+    make = _table.__wrapped__ if torch_private.is_capturing() else _table
+    table = make(tuple(rows), device, torch_private.current_stream(values[0].get_device()))
+    arguments |= {"table_ptr": table, "tiles_ptr": tiles, "DTYPE": _TRITON_DTYPES[values[0].dtype], "BM": r, "BK": c}
+    kernel((tiles.shape[0],), warps, arguments | {"BLOCKS": bool(blocks), "EVEN": even})
+
+
+@functools.lru_cache(maxsize=32)
+def _table(rows: tuple[tuple[int, ...], ...], device: torch.device, stream: int) -> Tensor:
+    """int64 [tensors, FIELDS], for kernels of that stream."""
+    return torch.tensor(rows, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
 
 
 @functools.lru_cache(maxsize=32)

@@ -62,11 +62,16 @@ def count(values: Tensor) -> None:
         counter(values).add_(values.numel() - torch.isfinite(values).sum(dtype=torch.int32))
 
 
+def weights_counter(values: Tensor) -> Tensor:
+    """`counter` of weights that are quantized together."""
+    _board(values.device)
+    return counters[values.get_device()][WEIGHTS]
+
+
 def count_amax(amax: Tensor) -> None:
-    """The same of the amax of weights that are quantized together."""
+    """`count` of the amax of weights that are quantized together."""
     if type(amax) is Tensor and amax.device.type != "meta":
-        _board(amax.device)
-        counters[amax.get_device()][WEIGHTS].add_(amax.numel() - torch.isfinite(amax).sum(dtype=torch.int32))
+        weights_counter(amax).add_(amax.numel() - torch.isfinite(amax).sum(dtype=torch.int32))
 
 
 def counts(device: torch.device, slots: int = SLOTS) -> Tensor:

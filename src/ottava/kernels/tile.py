@@ -164,11 +164,9 @@ class ActivationBackwardWithOutput(ActivationBackward):
         kind = "given" if scale is not None else "blocks" if amax is None else "amax"
         self.facts = (*self.facts, output_scheme, kind)
         scheme, (m, k) = Scheme.parse(output_scheme), (x.shape[0], self.columns())
-        shape = scheme.scale_shape(k, m)
-        self.transposes_scales = kind_of(scheme) == "block1d"
         self.output = x.new_empty(k, m, dtype=torch.uint8)
         scale_dtype = torch.uint8 if scheme.kind == "mx" else torch.float32
-        self.output_scale = x.new_empty(shape[::-1] if self.transposes_scales else shape, dtype=scale_dtype)
+        self.output_scale = x.new_empty(scheme.scale_shape(k, m), dtype=scale_dtype)
         given = scale if scale is not None else amax
         self.tensors = (*self.tensors, *(() if given is None else (given,)), self.output, self.output_scale)
 
@@ -178,9 +176,9 @@ class ActivationBackwardWithOutput(ActivationBackward):
 
     @staticmethod
     def fits(x: Tensor, grad: Scheme, output: Scheme) -> bool:
-        """Whether one kernel can make both."""
+        """Whether one kernel can make both, and is faster than two: tiles of 128 rows are too large for that."""
         kind = kind_of(grad)
-        return kind == kind_of(output) and kind in ("tensor", "block1d", "mx") and x.shape[0] % 2 == 0 and x.numel() > 0
+        return kind == kind_of(output) and kind in ("tensor", "mx") and x.shape[0] % 2 == 0 and x.numel() > 0
 
     def arguments(self) -> dict[str, Any]:
         """See `Producer.arguments`."""
@@ -198,8 +196,7 @@ class ActivationBackwardWithOutput(ActivationBackward):
 
     def made(self) -> tuple[Tensor, Tensor, Tensor]:
         """(data, scale_inv, amax) of the columnwise copy, once the kernel has run. The amax is empty, as in `Buffers`."""
-        scale = self.output_scale.t() if self.transposes_scales else self.output_scale
-        return self.output, scale, scale.new_empty(0, dtype=torch.float32)
+        return self.output, self.output_scale, self.output_scale.new_empty(0, dtype=torch.float32)
 
 
 def packs(x: Tensor) -> bool:
@@ -269,7 +266,6 @@ _TILES: dict[Any, _Tile] = {
     "block1d": _Tile(128, 128, 4, 168),
     ("block1d", "activation"): _Tile(128, 128, 8, 80),
     ("block1d", "activation_backward"): _Tile(128, 128, 8, 128),
-    ("block1d", "activation_backward_with_output"): _Tile(128, 128, 8, 128),
     "block2d": _Tile(128, 128, 16),
     ("block2d", "identity"): _Tile(128, 128, 8),
     ("block2d", "activation"): _Tile(128, 128, 8, 80),
