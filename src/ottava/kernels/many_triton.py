@@ -42,7 +42,8 @@ def _tile(table_ptr, tiles_ptr, DTYPE: tl.constexpr, BM: tl.constexpr, BK: tl.co
 
 @triton.jit
 def amax_kernel(
-    table_ptr, tiles_ptr, found_ptr, bad_ptr, DTYPE: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr
+    table_ptr, tiles_ptr, found_ptr, bad_ptr, DTYPE: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """BLOCKS: a number for each block, which is a tile; else one for the tensor, which is zero before. Infinite ones are counted in
     *bad_ptr."""
