@@ -13,13 +13,14 @@ import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 __all__ = [
     "DelayedScaling",
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "Format",
+    "HybridScaling",
     "MMParams",
     "MXFP8BlockScaling",
     "NVFP4BlockScaling",
@@ -315,6 +316,38 @@ class NVFP4BlockScaling(Recipe):
         return QParams(
             random_hadamard_transform=not self.disable_rht,
             stochastic_rounding=not self.disable_stochastic_rounding,
+        )
+
+
+@dataclass(frozen=True)
+class HybridScaling(Recipe):
+    """The products of the forward pass as `forward` makes them, both products of the backward pass as `backward` does.
+
+    Inputs and weights, which take part in both, are quantized in two ways: their rowwise copies as `forward` says, their columnwise
+    copies as `backward` says. TransformerEngine has this as a `HybridQuantizer` in a `CustomRecipe`.
+
+        >>> HybridScaling(forward=MXFP8BlockScaling(), backward=Float8CurrentScaling()).mxfp8()
+        False
+    """
+
+    forward: Recipe
+    backward: Recipe
+    backward_override: ClassVar[None] = None
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "backward"):
+            recipe = getattr(self, name)
+            _check(
+                isinstance(recipe, Float8CurrentScaling | Float8BlockScaling | MXFP8BlockScaling),
+                f"HybridScaling: {name} must be a Float8CurrentScaling, Float8BlockScaling or MXFP8BlockScaling, got {recipe!r}.",
+            )
+            _check(
+                recipe.backward_override is None and not recipe.fp8_dpa and not recipe.fp8_mha,
+                f"HybridScaling: backward_override, fp8_dpa and fp8_mha of {name} must be left as they are, got {recipe!r}.",
+            )
+        _check(
+            not (self.forward.float8_current_scaling() and self.backward.float8_current_scaling()),
+            "HybridScaling: forward and backward both have one scale a tensor. Use Float8CurrentScaling alone: its fields are by operand.",
         )
 
 

@@ -43,6 +43,7 @@ RECIPES: dict[str, recipe.Recipe] = {
     "block": recipe.Float8BlockScaling(),
     "mxfp8": recipe.MXFP8BlockScaling(),
     "nvfp4": recipe.NVFP4BlockScaling(disable_stochastic_rounding=True),
+    "hybrid": recipe.HybridScaling(recipe.MXFP8BlockScaling(), recipe.Float8CurrentScaling()),
 }
 MESHES: dict[str, tuple[int, int, int]] = {
     "one": (1, 1, 1),

@@ -27,6 +27,8 @@ def slice_of_the_product() -> list[Job]:
     float8 = Case("Linear", "current", False, "FusedAdam float8")
     jobs.append(Job(float8, "2x2", ("dp4", "3x2", "one")))
     jobs.append(Job(Case("LayerNormMLP-swiglu", "block", True, "FusedAdam float8"), "3x2", ("2x2",)))
+    jobs.append(Job(Case("Llama", "hybrid", True, "FusedAdam"), "2x2", ("3x2",)))
+    jobs.append(Job(Case("TransformerLayer-gelu", "hybrid", False, "AdamW"), "dp4", ("tp4",)))
     return jobs
 
 

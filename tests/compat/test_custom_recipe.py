@@ -11,11 +11,13 @@ import torch
 
 from ottava import compat
 from ottava.compat.tensors import HYBRID_RECIPES
+from ottava.quant.scheme import Scheme
 from ottava.recipe import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     Format,
+    HybridScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
@@ -85,6 +87,32 @@ def test_two_directions_alike_are_one_recipe_and_its_weights_are_hybrid(te: Any)
         custom(te, factory)
     gc.collect()
     assert list(HYBRID_RECIPES.values()) == [recipe]
+
+
+def test_two_formats_in_one_tensor_are_a_hybrid_recipe(te: Any) -> None:
+    from transformer_engine.pytorch.custom_recipes.quantizer_factories import current_scaling_factory, mxfp8_factory
+
+    def factory(role: Any) -> Any:
+        if role.tensor_type == "grad_output":
+            return current_scaling_factory(role)
+        return te.HybridQuantizer(
+            rowwise_quantizer=mxfp8_factory(role), columnwise_quantizer=current_scaling_factory(role)
+        )
+
+    recipe = custom(te, factory)
+    assert Scheme.of(recipe, "weight") == Scheme.of(
+        HybridScaling(MXFP8BlockScaling(), Float8CurrentScaling()), "weight"
+    )
+    with te.quantized_model_init(recipe=recipe):
+        layer = te.Linear(32, 64, device="cpu")
+    weight = layer.weight
+    assert isinstance(weight, te.HybridQuantizedTensor)
+    rows, columns = weight._rowwise_storage, weight._columnwise_storage
+    assert isinstance(rows, te.MXFP8TensorStorage) and isinstance(columns, te.Float8TensorStorage)
+    assert rows._scale_inv.shape == (64, 1) and columns._scale_inv.shape == (1,)
+    assert columns._data.shape == (64, 32) and torch.equal(rows.dequantize(), weight.dequantize())
+    with te.autocast(recipe=recipe):
+        layer(torch.randn(32, 32, requires_grad=True)).sum().backward()
 
 
 @pytest.mark.parametrize("source, override", [("original", "high_precision"), ("rowwise_dequantized", "dequantized")])
@@ -157,8 +185,15 @@ def test_what_no_recipe_does_is_refused_by_name(te: Any) -> None:
             rowwise_quantizer=mxfp8_factory(role), columnwise_quantizer=current_scaling_factory(role)
         )
 
-    with pytest.raises(ValueError, match=r"e4m3:1x32 rowwise and e4m3:tensor columnwise.*both directions alike"):
+    with pytest.raises(ValueError, match=r"grad_output: e4m3:1x32/e5m2:tensor"):  # both its products are backward's
         custom(te, mixed)
+    with pytest.raises(ValueError, match=r"e4m3:1x32 rowwise and no columnwise quantization"):
+        custom(
+            te,
+            lambda role: te.HybridQuantizer(
+                rowwise_quantizer=mxfp8_factory(role), columnwise_quantizer=te.IdentityQuantizer()
+            ),
+        )
     with pytest.raises(ValueError, match="no recipe of Ottava's quantizes so"):
         custom(te, lambda role: mxfp8_factory(role) if role.tensor_type == "weight" else current_scaling_factory(role))
     with pytest.raises(ValueError, match="qfactory answered NoneType for the input"):

@@ -35,6 +35,7 @@ RECIPES: dict[str, recipe.Recipe | None] = {
     "block": recipe.Float8BlockScaling(),
     "mxfp8": recipe.MXFP8BlockScaling(),
     "nvfp4": recipe.NVFP4BlockScaling(disable_stochastic_rounding=True),
+    "hybrid": recipe.HybridScaling(recipe.MXFP8BlockScaling(), recipe.Float8CurrentScaling()),
 }
 STEPS, SEED = 3, 1234
 

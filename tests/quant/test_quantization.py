@@ -50,5 +50,5 @@ def test_tokens_of_a_scheme_lie_along_one_dimension() -> None:
 def test_schemes_of_one_layout() -> None:
     kept, fused = Scheme.parse("e4m3:tensor"), Scheme.parse("e4m3:tensor:f32")
     assert fused.rounded == kept and kept.rounded is kept
-    assert kept.same_layout(fused) and not kept.same_layout(Scheme.parse("e5m2:tensor"))
+    assert kept.same_bytes(fused) and not kept.same_bytes(Scheme.parse("e5m2:tensor"))
     assert str(fused) == "e4m3:tensor:f32" and hash(kept) == hash(fused)

@@ -10,7 +10,9 @@ from ottava.recipe import Format, QParams
 from quant_cases import SCHEMES
 
 
-@pytest.mark.parametrize("text", [*SCHEMES, "e4m3:tensor:f32", "e5m2:1x128:pow2:eps=1e-06:f32"])
+@pytest.mark.parametrize(
+    "text", [*SCHEMES, "e4m3:tensor:f32", "e5m2:1x128:pow2:eps=1e-06:f32", "e4m3:1x32:f32/e4m3:tensor"]
+)
 def test_string_and_back(text: str) -> None:
     assert str(Scheme.parse(text)) == text
     assert Scheme.parse(str(Scheme.parse(text))) == Scheme.parse(text)
@@ -39,6 +41,11 @@ def test_string_and_back(text: str) -> None:
             recipe.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True),
             ("e2m1:1x16",) * 3,
         ),
+        (
+            recipe.HybridScaling(recipe.MXFP8BlockScaling(), recipe.Float8CurrentScaling()),
+            ("e4m3:1x32:f32/e4m3:tensor", "e4m3:1x32:f32/e4m3:tensor", "e5m2:tensor"),
+        ),
+        (recipe.HybridScaling(recipe.MXFP8BlockScaling(), recipe.MXFP8BlockScaling()), ("e4m3:1x32:f32",) * 3),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, recipe.Recipe) else None,
 )
@@ -49,6 +56,18 @@ def test_schemes_of_the_recipes(chosen: recipe.Recipe, roles: tuple[str, str, st
 def test_transposable_are_whole_tensors_and_squares() -> None:
     exact = {text for text in SCHEMES if Scheme.parse(text).transposable}
     assert exact == {text for text in SCHEMES if ":tensor" in text or "128x128" in text or "16x16" in text}
+
+
+def test_two_ways_answer_by_direction() -> None:
+    scheme = Scheme.parse("e4m3:1x32:f32/e4m3:tensor")
+    rows, columns = scheme.along("rowwise"), scheme.along("columnwise")
+    assert (str(rows), str(columns)) == ("e4m3:1x32:f32", "e4m3:tensor") and rows.along("columnwise") is rows
+    assert scheme.two_copies and scheme.needs_tensor_amax and not rows.needs_tensor_amax
+    assert scheme.of_tensor == columns and rows.of_tensor is None and scheme.feature_multiple == 32
+    assert scheme.fills_blocks(7) and not rows.fills_blocks(7)  # tokens of a columnwise copy with one scale
+    assert str(scheme.rounded) == "e4m3:1x32/e4m3:tensor" and scheme.same_bytes(scheme.rounded)
+    assert not scheme.same_bytes(rows)
+    assert bytes(scheme.as_bytes().tolist()).rstrip(b"\0") == b"e4m3:1x32/e4m3:tensor"
 
 
 def test_unknown_role_and_format_are_named() -> None:

@@ -120,22 +120,24 @@ class Placed:
             raise ValueError(
                 f"{self.name} is stored as {scheme}, whose two copies are packed along different dimensions: use 2-D blocks."
             )
-        packed, (first, rows) = scheme.elements_per_byte, place.part
-        shape, at = (rows, place.matrix[1] // packed), (place.top - first, place.left // packed)
+        first, rows = place.part
         entry: dict[str, Part] = {}
         for direction in memory.directions:
+            packed = memory.along(direction).elements_per_byte
+            shape, at = (rows, place.matrix[1] // packed), (place.top - first, place.left // packed)
             data = memory.data[direction][: place.rows]
             entry[f"{direction}_data"] = Part(
                 shape, data.dtype, ((at, data),), former=self._former(f".{direction}_data", shape)
             )
-            if not scheme.per_tensor:
-                entry[f"{direction}_scale_inv"] = self._scale(memory, direction)
+            key = f"{direction}_scale_inv"
+            blocks = memory.has_blocks(direction)
+            entry[key] = (
+                self._scale(memory, direction) if blocks else self._of_tensor(memory.group.scale_inv, f".{key}")
+            )
         text = scheme.as_bytes()  # not in checkpoints before 0.2
         entry["format"] = Part(tuple(text.shape), text.dtype, (((0,), text),), optional=True)
         if scheme.needs_tensor_amax:
             entry["rowwise_amax"] = self._of_tensor(memory.group.amax, ".rowwise_amax")
-        if scheme.per_tensor:
-            entry["rowwise_scale_inv"] = self._of_tensor(memory.group.scale_inv, ".rowwise_scale_inv")
         return {key: _transposed(part) if key.startswith(COLUMNWISE) else part for key, part in entry.items()}
 
     def _of_tensor(self, tensor: Tensor, key: str) -> Part:

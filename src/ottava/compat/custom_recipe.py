@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ottava.compat.quantizers import (
@@ -22,6 +22,7 @@ from ottava.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
     Format,
+    HybridScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     Recipe,
@@ -114,14 +115,33 @@ def _candidates(override: str | None) -> Iterator[Recipe]:
                 yield NVFP4BlockScaling(rht, rounding, square, backward_override=override)
 
 
+def _along(scheme: Scheme | None, direction: str) -> Scheme | None:
+    return None if scheme is None else scheme.along(direction)
+
+
+def _quantizes(asked: dict[str, Scheme | None], override: str | None) -> Recipe | None:
+    """The recipe that gives these schemes to these roles, if there is one."""
+    for recipe in _candidates(override):
+        if all(Scheme.of(recipe, role).rounded == scheme for role, scheme in asked.items()):
+            return recipe
+    return None
+
+
 def _recipe_of(schemes: dict[str, Scheme | None], override: str | None) -> Recipe:
     asked = {role: scheme for role, scheme in schemes.items() if not (override is not None and role == "grad")}
-    for recipe in _candidates(override):
-        if all(replace(Scheme.of(recipe, role), from_float32=False) == scheme for role, scheme in asked.items()):
+    two_ways = {role for role, scheme in asked.items() if scheme is not None and scheme.columns is not None}
+    if not two_ways:
+        recipe = _quantizes(asked, override)
+        if recipe is not None:
             return recipe
+    elif "grad" not in two_ways:  # both products that take the gradient are of the backward pass
+        forward = _quantizes({role: _along(asked[role], "rowwise") for role in ("input", "weight")}, None)
+        backward = _quantizes({role: _along(scheme, "columnwise") for role, scheme in asked.items()}, None)
+        if forward is not None and backward is not None:
+            return HybridScaling(forward, backward)
     said = ", ".join(f"{_TENSOR_TYPES[role]}: {scheme or 'unquantized'}" for role, scheme in schemes.items())
     raise ValueError(
         f"CustomRecipe: no recipe of Ottava's quantizes so ({said}). Those of a DelayedScaling, Float8CurrentScaling, Float8BlockScaling, "
-        "MXFP8BlockScaling or NVFP4BlockScaling are there, with backward quantized alike or not at all; for no quantization at all use "
-        "autocast(enabled=False)."
+        "MXFP8BlockScaling or NVFP4BlockScaling are there, with backward quantized alike, as by another of these (HybridScaling), or not "
+        "at all; for no quantization at all use autocast(enabled=False)."
     )

@@ -7,7 +7,7 @@ recipes are here under their names; a program's own factories compose them.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ottava.quant.scheme import Scheme
@@ -170,15 +170,15 @@ class HybridQuantizer(Quantizer):
     columnwise_source: str = "original"
 
     def scheme(self) -> Scheme | None:
-        """That of both directions, where it is the same."""
+        """That of both directions."""
         rows, columns = self.rowwise_quantizer.scheme(), self.columnwise_quantizer.scheme()
-        if rows != columns or self.columnwise_source != "original":
+        if self.columnwise_source != "original" or (rows is None) != (columns is None):
             raise ValueError(
                 f"A HybridQuantizer of {rows or 'no'} rowwise and {columns or 'no'} columnwise quantization (columnwise_source="
-                f"{self.columnwise_source!r}): Ottava quantizes both directions alike, or backward not at all (`IdentityQuantizer` "
-                "columnwise for inputs and weights, and for gradients)."
+                f"{self.columnwise_source!r}): Ottava quantizes both directions, from the original, or backward not at all "
+                "(`IdentityQuantizer` columnwise for inputs and weights, and for gradients)."
             )
-        return rows
+        return rows if rows is None or rows == columns else replace(rows, columns=columns)
 
 
 class QuantizerRequest:

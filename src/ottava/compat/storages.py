@@ -32,8 +32,13 @@ class DirectionStorage:
 
     @property
     def scheme(self) -> Scheme:
-        """How the bytes are made."""
-        return self.tensor.scheme
+        """How its bytes are made."""
+        return self.tensor.scheme.along(self.direction)
+
+    @property
+    def _shares_bytes(self) -> bool:
+        """Whether the columnwise bytes are the rowwise ones."""
+        return not self.tensor.scheme.two_copies
 
     def rows_of_bytes(self) -> Tensor:
         """Bytes, rows of the matrix first."""
@@ -41,18 +46,19 @@ class DirectionStorage:
         if isinstance(tensor, Weight) and tensor.state is State.SHARD:
             kept = self.direction if self.direction in tensor.memory.data else ROWWISE
             return tensor.memory.data[kept][: tensor.memory.place.rows]
-        if self.direction == ROWWISE or not self.scheme.two_copies:
+        if self.direction == ROWWISE or self._shares_bytes:
             return _there(tensor.rowwise_data, "rowwise_data")
         return upright(_there(getattr(tensor, name), name), self.scheme)
 
     def rows_of_scales(self) -> Tensor:
         """Scales, rows of the matrix first."""
         tensor = self.tensor
-        if isinstance(tensor, Weight) and tensor.state is State.SHARD and self.scheme.two_copies:
-            return tensor.memory.scales(self.direction)
-        name = f"{self.direction if self.scheme.two_copies else ROWWISE}_scale_inv"
+        if isinstance(tensor, Weight) and tensor.state is State.SHARD and not self._shares_bytes:
+            memory = tensor.memory
+            return memory.scales(self.direction) if memory.has_blocks(self.direction) else memory.group.scale_inv
+        name = f"{ROWWISE if self._shares_bytes else self.direction}_scale_inv"
         scale = _there(getattr(tensor, name), name)
-        return scale if self.direction == ROWWISE or scale.dim() == 1 or not self.scheme.two_copies else scale.t()
+        return scale if self.direction == ROWWISE or scale.dim() == 1 or self._shares_bytes else scale.t()
 
     def __getattr__(self, name: str) -> Any:
         if name in ("_scale_inv", f"_{self.direction}_scale_inv"):
@@ -74,11 +80,11 @@ class DirectionStorage:
     def _own_scales(self) -> bool:
         if not isinstance(self.tensor, Weight):
             return not self.scheme.per_tensor
-        return self.scheme.two_copies and self.tensor.memory.extent(self.direction) is Extent.OWN
+        return not self._shares_bytes and self.tensor.memory.extent(self.direction) is Extent.OWN
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
         """The values, of the rowwise bytes."""
-        if self.direction != ROWWISE and self.scheme.two_copies:
+        if self.direction != ROWWISE and not self._shares_bytes:
             raise ValueError(
                 f"The columnwise bytes of {self.scheme} are quantized along the other dimension: dequantize the tensor itself."
             )

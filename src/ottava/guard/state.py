@@ -102,12 +102,11 @@ def _copies(model: nn.Module) -> Iterator[Entry]:
         if not isinstance(weight, Weight) or weight.stored_quantized or not weight.memory.quantized:
             continue
         memory, (layer, _, name) = weight.memory, placed.name.rpartition(".")
-        scales: list[tuple[str, str, Tensor | None]] = [
-            ("scale", "scale", memory.group.scale),
-            ("scale_inv", "weight", memory.group.scale_inv),
-        ]
-        if not memory.scheme.per_tensor:
-            scales = [(f"{d}_scale_inv", "weight", memory.held_scales(d)) for d in memory.directions]
+        scales: list[tuple[str, str, Tensor | None]] = []
+        if memory.scheme.of_tensor is not None:
+            scales += [("scale", "scale", memory.group.scale), ("scale_inv", "weight", memory.group.scale_inv)]
+        blocks = filter(memory.has_blocks, memory.directions)
+        scales += [(f"{d}_scale_inv", "weight", memory.held_scales(d)) for d in blocks]
         for key, kind, scale in scales:
             if scale is not None and scale.numel() and scale.is_floating_point():
                 yield Entry(f"copy.{placed.name}.{key}", layer, f"scale ({name}.{key})", kind, "", scale, False)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ottava.kernels import tally
-from ottava.kernels.cast import BufferTensors, fake_buffers, reference_buffers
+from ottava.kernels.cast import BufferTensors, each_direction, fake_buffers, reference_buffers
 from ottava.kernels.elementary import sigmoid, tanh
 from ottava.kernels.fixed_order import sum_rows
 from ottava.kernels.registry import define, without_gradients
@@ -165,6 +165,9 @@ def _quantize(
 ) -> BufferTensors:
     """The activation's output, quantized. Current scaling takes its scale from the float32 amax, then quantizes rounded values."""
     parsed = Scheme.parse(scheme)
+    if parsed.columns is not None:
+        again = torch.ops.ottava.activation_quantize
+        return each_direction(h, parsed, rowwise, columnwise, lambda s, r, c: again(h, name, str(s), scale, amax, r, c))
     values = _values(h, get(name))
     if parsed.per_tensor and scale is None and amax is None:
         amax = amax_of(values)

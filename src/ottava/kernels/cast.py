@@ -5,6 +5,8 @@ All quantizing ops return the same six tensors (see `Buffers`), whatever the sch
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -15,7 +17,7 @@ from ottava.kernels.fixed_order import matmul, sum_rows
 from ottava.kernels.registry import define, without_gradients
 from ottava.quant.formats import E2M1_VALUES, NAN_BYTE, Element, e8m0_to_float
 from ottava.quant.scaling import amax_of, e8m0_from_amax, scale_from_amax
-from ottava.quant.scheme import Scheme
+from ottava.quant.scheme import DIRECTIONS, Scheme
 
 NVFP4_SCALE_MIN = 2.0**-6  # smallest normal E4M3: block scales below it would lose bits
 NVFP4_SCALE_MAX = 448.0
@@ -37,6 +39,9 @@ class Buffers(NamedTuple):
     rowwise_amax: Tensor
     columnwise_amax: Tensor
 
+
+# `Buffers` as an op's schema can say it: schemas know plain tuples only.
+BufferTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 # ---------------------------------------------------------------------------------------------- one direction, by the rules
 
@@ -215,11 +220,7 @@ def reference_buffers(
     if amax is not None and scheme.kind == "nvfp4":
         row_amax, col_amax = amax.chunk(2)
 
-    def nothing() -> tuple[Tensor, Tensor, Tensor]:
-        scale_dtype = torch.uint8 if scheme.kind in ("mx", "nvfp4") else torch.float32
-        return tuple(values.new_empty(0, dtype=d) for d in (torch.uint8, scale_dtype, torch.float32))  # type: ignore[return-value]
-
-    row, col = nothing(), nothing()
+    row, col = _nothing(values, scheme), _nothing(values, scheme)
     if rowwise or scheme.transposable:
         row = quantize_direction(values, scheme, scale, row_amax, dtype)
     if columnwise and scheme.transposable:
@@ -230,8 +231,14 @@ def reference_buffers(
             hadamard16(transposed) if scheme.hadamard else transposed, scheme, scale, col_amax, dtype
         )
     if not rowwise:
-        row = (*nothing()[:2], row[2] if scheme.per_tensor else nothing()[2])
+        none = _nothing(values, scheme)
+        row = (*none[:2], row[2] if scheme.per_tensor else none[2])
     return Buffers(row[0], row[1], col[0], col[1], row[2], col[2])
+
+
+def _nothing(x: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor]:
+    """(data, scale_inv, amax) of a copy that is not made."""
+    return tuple(x.new_empty(0, dtype=d) for d in (torch.uint8, scheme.scale_dtype, torch.float32))  # type: ignore[return-value]
 
 
 def _transposed(row: tuple[Tensor, Tensor, Tensor], scheme: Scheme) -> tuple[Tensor, Tensor, Tensor]:
@@ -252,8 +259,29 @@ def _transposed_copy(x: Tensor) -> Tensor:
     return x.t().clone(memory_format=torch.contiguous_format)
 
 
+def each_direction(
+    x: Tensor, scheme: Scheme, rowwise: bool, columnwise: bool, make: Callable[[Scheme, bool, bool], BufferTensors]
+) -> Buffers:
+    """The buffers of a scheme that has two ways (quant/scheme.py, [Note: two ways]): `make(scheme, rowwise, columnwise)` for each.
+
+    x: of the device that they are on.
+    """
+    rows, columns = (scheme.along(direction) for direction in DIRECTIONS)
+    row, row_scale, amax = _nothing(x, rows)
+    column, column_scale, column_amax = _nothing(x, columns)
+    if rowwise:
+        row, row_scale, _, _, amax, _ = make(rows, True, False)
+    if columnwise:
+        with tally.again() if rowwise else contextlib.nullcontext():
+            _, _, column, column_scale, found, column_amax = make(columns, False, True)
+        amax = found if columns.per_tensor else amax
+    return Buffers(row, row_scale, column, column_scale, amax, column_amax)
+
+
 def fake_buffers(x: Tensor, m: int, k: int, scheme: Scheme, rowwise: bool, columnwise: bool) -> Buffers:
     """Empty tensors of the right shapes."""
+    if scheme.columns is not None:
+        return each_direction(x, scheme, rowwise, columnwise, lambda *asked: fake_buffers(x, m, k, *asked))
 
     def one(rows: int, cols: int, wanted: bool) -> tuple[Tensor, Tensor]:
         scale_dtype = torch.uint8 if scheme.kind in ("mx", "nvfp4") else torch.float32
@@ -280,9 +308,6 @@ def fake_buffers(x: Tensor, m: int, k: int, scheme: Scheme, rowwise: bool, colum
 
 # ------------------------------------------------------------------------------------------------------------------- ops
 
-# `Buffers` as an op's schema can say it: schemas know plain tuples only.
-BufferTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-
 
 def check_scale(scale: Tensor | None) -> None:
     """A given scale is float32 [1]: the kernels are compiled for that, and a rounded one would give other bytes."""
@@ -296,7 +321,11 @@ def _quantize(
     x: Tensor, scheme: str, scale: Tensor | None, amax: Tensor | None, rowwise: bool, columnwise: bool
 ) -> BufferTensors:
     """x: [M, K] in float32, bfloat16 or float16. The copies are contiguous whatever x is."""
-    return reference_buffers(x.contiguous(), Scheme.parse(scheme), scale, amax, rowwise, columnwise, x.dtype)
+    parsed = Scheme.parse(scheme)
+    if parsed.columns is not None:
+        again = torch.ops.ottava.quantize
+        return each_direction(x, parsed, rowwise, columnwise, lambda s, r, c: again(x, str(s), scale, amax, r, c))
+    return reference_buffers(x.contiguous(), parsed, scale, amax, rowwise, columnwise, x.dtype)
 
 
 def _quantize_fake(

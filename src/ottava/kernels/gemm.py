@@ -200,7 +200,9 @@ def recipe_emulated_because(recipe: Recipe, capability: tuple[int, int]) -> str 
     >>> recipe_emulated_because(Float8CurrentScaling(), (9, 0))
     """
     x, weight, grad = (Scheme.of(recipe, role) for role in ("input", "weight", "grad"))
-    reasons = (emulated_because(*pair, capability) for pair in ((x, weight), (grad, weight), (grad, x)))
+    x_columns, weight_columns = x.along("columnwise"), weight.along("columnwise")
+    pairs = ((x.along("rowwise"), weight.along("rowwise")), (grad, weight_columns), (grad, x_columns))
+    reasons = (emulated_because(*pair, capability) for pair in pairs)
     return next((reason for reason in reasons if reason is not None), None)
 
 

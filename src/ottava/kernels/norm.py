@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ottava.kernels.cast import BufferTensors, fake_buffers, reference_buffers
+from ottava.kernels.cast import BufferTensors, each_direction, fake_buffers, reference_buffers
 from ottava.kernels.fixed_order import sum_rows
 from ottava.kernels.registry import define, without_gradients
 from ottava.quant.scaling import amax_of
@@ -154,6 +154,10 @@ def _quantize(
 ) -> BufferTensors:
     """The normalized rows, quantized: from float32 directly if the scheme says so, else rounded to x's dtype first."""
     parsed = Scheme.parse(scheme)
+    if parsed.columns is not None:
+        given = (x, gamma, beta, mean, rstd, zero_centered)
+        again = torch.ops.ottava.norm_quantize
+        return each_direction(x, parsed, rowwise, columnwise, lambda s, r, c: again(*given, str(s), scale, amax, r, c))
     values = _values(x, gamma, beta, mean, rstd, zero_centered)
     values = values if parsed.from_float32 else values.to(x.dtype)
     return reference_buffers(values, parsed, scale, amax, rowwise, columnwise, x.dtype)

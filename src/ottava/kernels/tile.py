@@ -368,13 +368,15 @@ def store(producer: Producer, dtype: torch.dtype) -> Tensor:
 def supports(producer: Producer, scheme: Scheme) -> bool:
     """Whether `quantize` can do it; the torch reference, on the same device, does the rest.
 
-    Not NVFP4, which Hopper cannot multiply anyway; not a gated backward whose halves share a block; and not rows of bytes that do
-    not start on a 16-byte boundary: Triton 3.6 misplaced bytes of such tiles for float32 inputs. No FP8 GEMM takes those.
+    Not NVFP4, which Hopper cannot multiply anyway; not two ways at once, which the reference asks for one by one; not a gated backward
+    whose halves share a block; and not rows of bytes that do not start on a 16-byte boundary: Triton 3.6 misplaced bytes of such tiles
+    for float32 inputs. No FP8 GEMM takes those.
     """
     columns = producer.columns()
     gated_backward = columns != producer.width()
     return (
         scheme.kind != "nvfp4"
+        and scheme.columns is None
         and columns % 16 == 0
         and not (gated_backward and scheme.block is not None and columns % 128)
     )

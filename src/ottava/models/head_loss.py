@@ -27,6 +27,7 @@ from ottava.kernels import tally
 from ottava.kernels.cast import Buffers, operand_amax
 from ottava.kernels.cross_entropy import check_loss, check_targets, fixed_sum
 from ottava.kernels.head_loss import Terms, add_product_
+from ottava.nn import operand
 from ottava.overlap.collectives import all_gather, all_reduce_max, readable, size_of
 from ottava.quant.quantization import Quantization
 from ottava.quant.scheme import Scheme
@@ -212,11 +213,11 @@ def _product(
     a: Buffers, b: Buffers, a_scheme: Scheme, b_scheme: Scheme, columnwise: tuple[int, int], dtype: torch.dtype, split: bool
 ) -> Tensor:  # fmt: skip
     """A @ B.T. columnwise: 1 for an operand whose columnwise copy is multiplied."""
-    operands: list[Tensor] = []
-    for buffers, column in zip((a, b), columnwise):
-        row = (buffers.rowwise_data, buffers.rowwise_scale_inv, buffers.rowwise_amax)
-        operands += (buffers.columnwise_data, buffers.columnwise_scale_inv, buffers.columnwise_amax) if column else row
-    return ops.scaled_mm(*operands, str(a_scheme), str(b_scheme), None, dtype, split)
+    x, y = (
+        operand.columnwise(buffers, scheme) if column else operand.rowwise(buffers, scheme)
+        for buffers, scheme, column in zip((a, b), (a_scheme, b_scheme), columnwise)
+    )
+    return ops.scaled_mm(*x[:3], *y[:3], str(x.scheme), str(y.scheme), None, dtype, split)
 
 
 # ------------------------------------------------------------------------------------------------------------------- the op

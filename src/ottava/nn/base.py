@@ -380,7 +380,7 @@ class QuantizedModule(FollowsAutocast, SavesWeights, ParallelModule):
         return row, row_scale, row_amax, *columns
 
     def _check_same_scheme(self, stored: QuantizedTensor, wanted: Scheme, remedy: str) -> None:
-        if not stored.scheme.same_layout(wanted):
+        if not stored.scheme.same_bytes(wanted):
             raise ValueError(
                 f"{type(self).__name__} holds its weight as {stored.scheme}, but the recipe of this autocast needs {wanted}: {remedy}."
             )

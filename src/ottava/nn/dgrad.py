@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ottava.nn.columnwise import quantize_again
 from ottava.nn.delayed_columns import column_of, weight_column
-from ottava.nn.operand import Operand, transposed
+from ottava.nn.operand import Operand, columns, transposed
 from ottava.nn.output_gradient import quantizes_gradient
 from ottava.nn.product import Product
 from ottava.nn.stage import Gradient, Saved, Stage
@@ -24,9 +24,9 @@ def dgrad_operand(stage: Stage, s: Saved, dtype: torch.dtype) -> Operand:
     """The weight's side of dgrad [K, N]: the columnwise copy, or a view of the weight in high precision."""
     assert s.weight_data is not None
     if quantizes_gradient(stage):
-        held = Operand(s.weight_data, s.weight_scale_inv, s.weight_amax, stage.weight)
         assert stage.weight is not None
-        return held if stage.two_copies else transposed(held)
+        held = s.weight_data, s.weight_scale_inv, s.weight_amax
+        return columns(*held, stage.weight) if stage.two_copies else transposed(Operand(*held, stage.weight))
     if stage.backward == "dequantized" and stage.weight is not None:
         weight = ops.dequantize(s.weight_data, s.weight_scale_inv, s.weight_amax, str(stage.weight), dtype)
     elif isinstance(s.weight_data, QuantizedTensor):
@@ -47,7 +47,8 @@ def dgrad_operands(
             continue
         scale = column_of(fwd_scale, weight_column(number)) if stage.delayed else None
         made = quantize_again(sources[number], ops, str(stage.weight), scale, s.weight_amax)
-        found.append(Operand(*made, stage.weight, "columnwise"))
+        assert stage.weight is not None
+        found.append(columns(*made, stage.weight))
     return found
 
 

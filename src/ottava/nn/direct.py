@@ -46,7 +46,9 @@ GAMMA, BETA, WEIGHT, BIAS = (StageTensors._fields.index(name) for name in ("gamm
 def direct(stages: tuple[Stage, ...], groups: int) -> bool:
     """See [Note: direct chains]; of a chain that neither calibrates nor is traced by a compiler."""
     return groups == 1 and all(
-        stage.strategy is ALONE and (stage.backward == "quantized" or stage.input is None) and not stage.return_norm
+        stage.strategy is ALONE
+        and not stage.return_norm
+        and (stage.input is None or (stage.backward == "quantized" and stage.input.columns is None))
         for stage in stages
     )
 

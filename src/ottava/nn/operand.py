@@ -38,14 +38,19 @@ def quantize(
     return Buffers(*torch.ops.ottava.quantize(x, str(scheme), scale, amax, row, column))
 
 
-def rowwise(q: Buffers, scheme: Scheme | None) -> Operand:
+def rowwise(q: Buffers, scheme: Scheme) -> Operand:
     """The rowwise copy."""
-    return Operand(q.rowwise_data, q.rowwise_scale_inv, q.rowwise_amax, scheme)
+    return Operand(q.rowwise_data, q.rowwise_scale_inv, q.rowwise_amax, scheme.along("rowwise"))
 
 
-def columnwise(q: Buffers, scheme: Scheme | None) -> Operand:
+def columnwise(q: Buffers, scheme: Scheme) -> Operand:
     """The columnwise copy."""
-    return Operand(q.columnwise_data, q.columnwise_scale_inv, q.columnwise_amax, scheme, "columnwise")
+    return columns(q.columnwise_data, q.columnwise_scale_inv, q.columnwise_amax, scheme)
+
+
+def columns(data: Tensor, scale_inv: Tensor | None, amax: Tensor | None, scheme: Scheme) -> Operand:
+    """A columnwise copy whose tensors were kept."""
+    return Operand(data, scale_inv, amax, scheme.along("columnwise"), "columnwise")
 
 
 def transposed(operand: Operand) -> Operand:

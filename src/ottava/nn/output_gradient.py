@@ -81,6 +81,7 @@ def bias_gradient(grad: Gradient) -> Tensor:
 def rows_of(stage: Stage, grad: Gradient) -> Operand:
     """The gradient's side of dgrad."""
     if grad.quantized is not None:
+        assert stage.grad is not None
         return rowwise(grad.quantized, stage.grad)
     assert grad.value is not None
     return Operand(grad.value)
@@ -91,7 +92,8 @@ def columns_of(stage: Stage, grads: list[Gradient]) -> Later | None:
     strategy = ALONE if grads[0].gathered else stage.strategy
     if strategy.gathers_grad and stage.grad is not None and stage.grad.transposable:
         return None
-    copies = [columnwise(grad.quantized, stage.grad) for grad in grads if grad.quantized is not None]
+    scheme = stage.grad
+    copies = [columnwise(grad.quantized, scheme) for grad in grads if grad.quantized is not None and scheme is not None]
     return Later(lambda: strategy.begin_columns(copies)) if copies else None
 
 

@@ -96,7 +96,7 @@ def _weight_operand(stage: Stage, t: StageTensors) -> Operand:
     if stage.weight is None:
         return Operand(t.weight)
     assert t.row is not None
-    return Operand(t.row, t.row_scale, t.row_amax, stage.weight)
+    return Operand(t.row, t.row_scale, t.row_amax, stage.weight.along("rowwise"))
 
 
 def fprop(stage: Stage, made: list[Made], tensors: list[StageTensors], dtype: torch.dtype) -> Tensor:

@@ -6,9 +6,10 @@ of plain tensors, each true to what it says about itself:
     NAME                        uint8 [M, K]; E2M1 [M, K/2], even columns in the low half
     NAME_scale_inv              float32 [1]; or one a block: [ceil(M/B), ceil(K/B)], [M, ceil(K/B)]; uint8 for MXFP8 and NVFP4
     NAME_amax                   float32 [1], where the scheme has one
-    NAME_format                 uint8 [24]: element format and block as text ("e4m3:128x128"), padded with zeros
-    NAME_columnwise             uint8 [M, K], 1-D blocks only: the bytes that backward multiplies by, not transposed
-    NAME_columnwise_scale_inv   one a block of these: [ceil(M/B), K]
+    NAME_format                 uint8 [24]: element format and block as text ("e4m3:128x128"), padded with zeros; of rows and columns
+                                where they differ ("e4m3:1x32/e4m3:tensor")
+    NAME_columnwise             uint8 [M, K], where they are not those of NAME: the bytes that backward multiplies by, not transposed
+    NAME_columnwise_scale_inv   one a block of these: [ceil(M/B), K]; or float32 [1]
 """
 
 from __future__ import annotations
@@ -39,20 +40,16 @@ def state_entries(name: str, parameter: Any) -> dict[str, Tensor]:
     memory = weight.memory
     scheme, (_, rows) = memory.scheme, memory.place.part
     columns, count = memory.place.matrix[1], memory.place.rows
-    width = columns // scheme.elements_per_byte
-    entries = {
-        name: _spread(parameter, memory.data[ROWWISE][:count], (rows, width)),
-        f"{name}_format": scheme.as_bytes(weight.device),
-    }
+    entries = {}
+    for direction in memory.directions:
+        key = name if direction == ROWWISE else f"{name}_columnwise"
+        width = columns // memory.along(direction).elements_per_byte
+        entries[key] = _spread(parameter, memory.data[direction][:count], (rows, width))
+        blocks = memory.has_blocks(direction)
+        entries[f"{key}_scale_inv"] = _scale_entry(parameter, memory, direction) if blocks else memory.group.scale_inv
+    entries[f"{name}_format"] = scheme.as_bytes(weight.device)
     if scheme.needs_tensor_amax:
         entries[f"{name}_amax"] = memory.group.amax
-    if scheme.per_tensor:
-        entries[f"{name}_scale_inv"] = memory.group.scale_inv
-        return entries
-    entries[f"{name}_scale_inv"] = _scale_entry(parameter, memory, ROWWISE)
-    if memory.two_copies:
-        entries[f"{name}_columnwise"] = _spread(parameter, memory.data[COLUMNWISE][:count], (rows, width))
-        entries[f"{name}_columnwise_scale_inv"] = _scale_entry(parameter, memory, COLUMNWISE)
     return entries
 
 
@@ -176,7 +173,7 @@ def as_entries(key: str, value: Any, weight: Weight | None) -> dict[str, Tensor]
     if scheme.needs_tensor_amax and "rowwise_amax" in parts:
         entries[f"{key}_amax"] = parts["rowwise_amax"]
     if weight.memory.two_copies:
-        entries[f"{key}_columnwise"] = upright(parts["columnwise_data"], scheme)
+        entries[f"{key}_columnwise"] = upright(parts["columnwise_data"], scheme.along(COLUMNWISE))
         entries[f"{key}_columnwise_scale_inv"] = parts["columnwise_scale_inv"].t()
     return entries
 
@@ -201,4 +198,6 @@ def dequantized_entries(name: str, loaded: Mapping[str, Tensor], dtype: torch.dt
     """The values of a stored weight, whole, from its entries in a state dict."""
     scheme = Scheme.parse(weight_format(loaded[f"{name}_format"]))
     amax = loaded.get(f"{name}_amax", torch.empty(0))
-    return torch.ops.ottava.dequantize(loaded[name], loaded[f"{name}_scale_inv"], amax, str(scheme), dtype)
+    return torch.ops.ottava.dequantize(
+        loaded[name], loaded[f"{name}_scale_inv"], amax, str(scheme.along(ROWWISE)), dtype
+    )

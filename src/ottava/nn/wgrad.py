@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ottava.nn.operand import Operand, columnwise, quantize, rowwise, transposed
+from ottava.nn.operand import Operand, columns, columnwise, quantize, rowwise, transposed
 from ottava.nn.output_gradient import warn_of_crossing_blocks
 from ottava.nn.producer import produce, produce_quantized
 from ottava.nn.product import product
@@ -35,7 +35,7 @@ def begin_wgrad(
         ]
     )
     return lambda: [
-        columnwise(quantize(x.data, scheme, c, None, False, True), scheme) if later else x
+        columnwise(quantize(x.data, scheme, c, None, False, True), scheme) if later and scheme is not None else x
         for x, c, later in zip(begun(), scales, after)
     ]
 
@@ -57,7 +57,7 @@ def _wgrad_operand(stage: Stage, s: Saved, scale: Tensor | None, dtype: torch.dt
     if stage.input is None or stage.backward != "quantized":
         return Operand(_high_precision_operand(stage, s, scale, dtype))
     if s.data is not None:
-        return Operand(s.data, s.scale_inv, s.amax, stage.input, "columnwise")
+        return columns(s.data, s.scale_inv, s.amax, stage.input)
     source = source_of(s)
     if stage.return_norm:
         q = quantize(produce(stage, source), stage.input, scale, s.amax, False, True)
@@ -83,7 +83,7 @@ def _saved_rows(stage: Stage, s: Saved, scale: Tensor | None) -> Operand:
     return rowwise(produce_quantized(stage, source_of(s), scale, s.amax, True, False), stage.input)
 
 
-def wgrad(stage: Stage, columns: list[Operand], operands: list[Operand], dtype: torch.dtype) -> Tensor:
-    """The gradient of the weights of all groups, under one another: [groups * N, K]. columns: the gradients' side."""
+def wgrad(stage: Stage, sides: list[Operand], operands: list[Operand], dtype: torch.dtype) -> Tensor:
+    """The gradient of the weights of all groups, under one another: [groups * N, K]. sides: the gradients'."""
     operands = [transposed(o) if o.scheme is None else o for o in operands]
-    return product(columns, operands, [], dtype, stage.split_wgrad)
+    return product(sides, operands, [], dtype, stage.split_wgrad)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ottava.quant.scheme import Scheme
-from ottava.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
+from ottava.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, HybridScaling, Recipe
 
 
 class AttentionScales(NamedTuple):
@@ -87,11 +87,13 @@ _LAST = _Last()
 
 def _of(recipe: Any) -> Quantization:
     delayed = isinstance(recipe, DelayedScaling)
+    forward, backward = (recipe.forward, recipe.backward) if isinstance(recipe, HybridScaling) else (recipe, recipe)
     split_fprop, split_dgrad, split_wgrad = not delayed, True, True
-    if isinstance(recipe, Float8CurrentScaling | Float8BlockScaling):
-        split_fprop = recipe.fp8_gemm_fprop.use_split_accumulator
-        split_dgrad = recipe.fp8_gemm_dgrad.use_split_accumulator
-        split_wgrad = recipe.fp8_gemm_wgrad.use_split_accumulator
+    if isinstance(forward, Float8CurrentScaling | Float8BlockScaling):
+        split_fprop = forward.fp8_gemm_fprop.use_split_accumulator
+    if isinstance(backward, Float8CurrentScaling | Float8BlockScaling):
+        split_dgrad = backward.fp8_gemm_dgrad.use_split_accumulator
+        split_wgrad = backward.fp8_gemm_wgrad.use_split_accumulator
     weight, grad = Scheme.of(recipe, "weight"), Scheme.of(recipe, "grad")
     return Quantization(
         recipe=recipe,

@@ -8,6 +8,13 @@ carry its string, so the same word appears in an op's schema, in a module's `ext
     'e4m3:1x128:pow2'
     >>> Scheme.parse("e5m2:tensor").element.max
     57344.0
+
+[Note: two ways] A matrix may be quantized in one way rowwise and in another columnwise (`recipe.HybridScaling`). Its scheme then is that
+of the rowwise copy, and has that of the columnwise one in `columns`. What it answers about elements, blocks and scales is true of rows
+only, so who works on one direction asks `along(direction)`. Ops that quantize take the whole of it, all others one direction's.
+
+    >>> str(Scheme.parse("e4m3:1x32/e4m3:tensor").along("columnwise"))
+    'e4m3:tensor'
 """
 
 from __future__ import annotations
@@ -24,6 +31,7 @@ from ottava.recipe import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
+    HybridScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     QParams,
@@ -59,6 +67,19 @@ class Scheme:
     """Round stochastically (E2M1)."""
     from_float32: bool = False
     """A fused producer hands its float32 result over without rounding it to the activation dtype first."""
+    columns: Scheme | None = None
+    """[Note: two ways]; None: both copies are made alike."""
+
+    def along(self, direction: str) -> Scheme:
+        """That of one direction."""
+        if self.columns is None:
+            return self
+        return self.columns if direction == "columnwise" else self._with(self.from_float32, None)
+
+    def _with(self, from_float32: bool, columns: Scheme | None) -> Scheme:
+        """Written out: dynamo of torch 2.11 cannot trace `dataclasses.replace` of a frozen dataclass."""
+        options = self.power_of_two, self.epsilon, self.hadamard, self.stochastic
+        return Scheme(self.format, self.block, *options, from_float32, columns)
 
     @property
     def element(self) -> Element:
@@ -87,26 +108,36 @@ class Scheme:
     @property
     def transposable(self) -> bool:
         """The columnwise copy is the transpose of the rowwise one: square blocks and whole tensors."""
+        if self.columns is not None:
+            return False
         return self.block is None or (self.block[0] == self.block[1] and not self.hadamard)
 
     def same_bytes(self, other: Scheme) -> bool:
         """Whether a GEMM that wants operands in `other` can take those in this scheme: same elements, same blocks."""
-        return (self.format, self.block) == (other.format, other.block)
+        return self._layout == other._layout
 
     @property
     def two_copies(self) -> bool:
-        """Rowwise and columnwise bytes differ: blocks that lie along one dimension, or a transform of one direction."""
+        """Rowwise and columnwise bytes differ: blocks that lie along one dimension, a transform of one direction, two ways."""
         return not self.transposable
 
     @property
     def needs_tensor_amax(self) -> bool:
         """A scale depends on the largest magnitude of the whole tensor: one scale a tensor, and NVFP4's second one."""
-        return self.block is None or self.format == "e2m1"
+        return (
+            self.block is None or self.format == "e2m1" or (self.columns is not None and self.columns.needs_tensor_amax)
+        )
+
+    @property
+    def of_tensor(self) -> Scheme | None:
+        """That of a direction which has one scale for the whole tensor, if there is one."""
+        return self if self.block is None else self.columns.of_tensor if self.columns is not None else None
 
     @property
     def feature_multiple(self) -> int:
         """What both sizes of a matrix must be a multiple of to be multiplied in this scheme."""
-        return 32 if self.kind == "mx" else 16
+        own = 32 if self.kind == "mx" else 16
+        return own if self.columns is None else max(own, self.columns.feature_multiple)
 
     @property
     def row_multiple(self) -> int:
@@ -132,18 +163,19 @@ class Scheme:
     @property
     def rounded(self) -> Scheme:
         """This scheme for values that were rounded to the activation dtype first: how a stored or printed tensor is called."""
-        if not self.from_float32:
+        if not self.from_float32 and self.columns is None:
             return self
-        # Written out: dynamo of torch 2.11 cannot trace `dataclasses.replace` of a frozen dataclass.
-        return Scheme(self.format, self.block, self.power_of_two, self.epsilon, self.hadamard, self.stochastic)
+        return self._with(False, None if self.columns is None else self.columns.rounded)
 
-    def same_layout(self, other: Scheme) -> bool:
-        """Whether tensors of both schemes have the same element format and blocks, so that a GEMM takes either."""
-        return self.format == other.format and self.block == other.block
+    @property
+    def _layout(self) -> tuple:
+        """What bytes mean, without how they came about."""
+        return self.format, self.block, None if self.columns is None else self.columns._layout
 
     def fills_blocks(self, tokens: int) -> bool:
         """Whether columnwise blocks end where `tokens` rows do. Else a block needs rows that another rank may hold."""
-        return self.block is None or tokens % self.block[1] == 0
+        block = self.block if self.columns is None else self.columns.block
+        return block is None or tokens % block[1] == 0
 
     def gather_dims(self, direction: str) -> GatherDims:
         """Along which dimension parts of a tensor that hold different tokens are put behind one another.
@@ -183,11 +215,12 @@ class Scheme:
         if self.epsilon != 0.0:  # not `[...] * condition`: torch.compile(dynamic=True) cannot print a symbolic 0.0
             parts.append(f"eps={self.epsilon!r}")
         parts += ["rht"] * self.hadamard + ["stochastic"] * self.stochastic + ["f32"] * self.from_float32
-        return ":".join(parts)
+        return ":".join(parts) + ("" if self.columns is None else f"/{self.columns._spell()}")
 
     def as_bytes(self, device: Any = None) -> torch.Tensor:
         """What the bytes of a stored tensor mean (element format and block), as text in a tensor: uint8 [24]."""
-        text = str(Scheme(self.format, self.block)).encode().ljust(24, b"\0")
+        columns = None if self.columns is None else Scheme(self.columns.format, self.columns.block)
+        text = str(Scheme(self.format, self.block, columns=columns)).encode().ljust(24, b"\0")
         return torch.tensor(list(text), dtype=torch.uint8, device=device)
 
     @staticmethod
@@ -217,12 +250,13 @@ _TENSOR_CLASSES = {
 
 def weight_scheme(recipe: Recipe) -> Scheme:
     """That of weights, which no fused producer hands over: by `quantized_model_init`, or by who shards a model."""
-    return replace(Scheme.of(recipe, "weight"), from_float32=False)
+    return Scheme.of(recipe, "weight").rounded
 
 
 @lru_cache(maxsize=256)
 def _parse(text: str) -> Scheme:
-    fmt, shape, *options = text.split(":")
+    rows, _, columns = text.partition("/")
+    fmt, shape, *options = rows.split(":")
     if fmt not in ELEMENTS:
         raise ValueError(f"Unknown element format {fmt!r} in scheme {text!r}; known: {', '.join(ELEMENTS)}.")
     block = None if shape == "tensor" else tuple(int(n) for n in shape.split("x"))
@@ -235,6 +269,7 @@ def _parse(text: str) -> Scheme:
         hadamard="rht" in options,
         stochastic="stochastic" in options,
         from_float32="f32" in options,
+        columns=_parse(columns) if columns else None,
     )
 
 
@@ -284,10 +319,17 @@ def _nvfp4(recipe: NVFP4BlockScaling, role: str) -> Scheme:
     return Scheme("e2m1", block, hadamard=q.random_hadamard_transform, stochastic=q.stochastic_rounding)
 
 
+def _hybrid(recipe: HybridScaling, role: str) -> Scheme:
+    backward = Scheme.of(recipe.backward, role)
+    forward = backward if role == "grad" else Scheme.of(recipe.forward, role)
+    return forward if forward == backward else replace(forward, columns=backward)
+
+
 _MAKERS: dict[type, Callable[[Any, str], Scheme]] = {
     DelayedScaling: _delayed,
     Float8CurrentScaling: _current,
     Float8BlockScaling: _block,
     MXFP8BlockScaling: _mxfp8,
     NVFP4BlockScaling: _nvfp4,
+    HybridScaling: _hybrid,
 }

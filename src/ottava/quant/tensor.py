@@ -84,7 +84,7 @@ class QuantizedTensor(torch.Tensor):
         wanted = (*_ROWWISE * rowwise, *_COLUMNWISE * columnwise)
         parts = {name: tensor for name, tensor in zip(BUFFER_NAMES, buffers, strict=True) if name in wanted}
         for name in ("rowwise_amax", "columnwise_amax"):
-            if name in parts and scheme.kind not in ("tensor", "nvfp4"):
+            if name in parts and not scheme.needs_tensor_amax:
                 del parts[name]
         return cls(parts, scheme, shape, dtype)
 
@@ -163,7 +163,7 @@ class QuantizedTensor(torch.Tensor):
         """`dequantize` below autograd."""
         dtype = dtype or self.dtype
         direction = "rowwise" if "rowwise_data" in self._parts else "columnwise"
-        values = torch.ops.ottava.dequantize(*self.operand(direction), str(self.scheme), dtype)
+        values = torch.ops.ottava.dequantize(*self.operand(direction), str(self.scheme.along(direction)), dtype)
         return (values if direction == "rowwise" else values.t().contiguous()).reshape(self.shape)
 
     def requantize_(self, source: Tensor) -> QuantizedTensor:
@@ -183,16 +183,16 @@ class QuantizedTensor(torch.Tensor):
 
     def nan_count(self) -> int:
         """How many elements are NaN (8-bit formats; E2M1 has no NaN and counts block scales instead)."""
-        data = self._parts["rowwise_data"] if "rowwise_data" in self._parts else self._parts["columnwise_data"]
-        if self.scheme.format == "e2m1":
-            scale = self._parts.get("rowwise_scale_inv", self._parts.get("columnwise_scale_inv"))
-            return int((scale == NAN_BYTE["e4m3"]).sum()) if scale is not None else 0
-        assert self.scheme.element.dtype is not None
-        return int(data.view(self.scheme.element.dtype).float().isnan().sum())
+        direction = "rowwise" if "rowwise_data" in self._parts else "columnwise"
+        data, scale, _ = self.operand(direction)
+        element = self.scheme.along(direction).element
+        if element.dtype is None:
+            return int((scale == NAN_BYTE["e4m3"]).sum())
+        return int(data.view(element.dtype).float().isnan().sum())
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         copies = " + ".join(n.removesuffix("_data") for n in self._parts if n.endswith("_data"))
-        scheme = str(self.scheme).removesuffix(":f32")  # how values came here, not what is stored
+        scheme = self.scheme.rounded  # how values came here is not what is stored
         grad = ", requires_grad=True" if self.requires_grad else ""
         return (
             f"QuantizedTensor({tuple(self.shape)}, {scheme}, {copies}, dtype={self.dtype}, device={self.device}{grad})"
@@ -330,9 +330,10 @@ def _slice(
     rows = q.shape[0]
     first, last, _ = slice(start, end).indices(rows)
     last = max(first, last)
-    block_rows = q.scheme.block[0] if q.scheme.block else 1
-    packed = 2 if q.scheme.format == "e2m1" else 1
-    along = q.scheme.block[1] if q.scheme.block and not q.scheme.transposable else block_rows
+    columns = q.scheme.along("columnwise")
+    block_rows = q.scheme.row_multiple
+    packed = columns.elements_per_byte
+    along = columns.block[1] if columns.block else 1
     needed = along if "columnwise_data" in q._parts else block_rows
     if first % needed or (last % needed and last != rows):
         return NotImplemented

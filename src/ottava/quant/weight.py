@@ -162,7 +162,7 @@ class Weight(QuantizedTensor):
             return self.master if dtype is None else self.master.to(dtype)
         direction = ROWWISE if self._gather is None or self._gather.direction != COLUMNWISE else COLUMNWISE
         operand = QuantizedTensor.operand(self, direction)
-        values = torch.ops.ottava.dequantize(*operand, str(self.scheme), dtype or self.dtype)
+        values = torch.ops.ottava.dequantize(*operand, str(self.scheme.along(direction)), dtype or self.dtype)
         return (values if direction == ROWWISE else values.t()).reshape(self.shape)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from ottava import torch_private
+from ottava.quant.scheme import Scheme
 from ottava.quant.weight_memory import COLUMNWISE, ROWWISE, WeightMemory
 from ottava.quant.weight_operands import in_gemm_layout
 from ottava.quant.weight_place import Extent
@@ -141,8 +141,7 @@ def _joined(
 
 def _allocate(memory: WeightMemory, device: torch.device) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
     """Memory for what is not simply a view of the gathered bytes: (buffers, those that FSDP is to free)."""
-    scheme, (rows, columns) = memory.scheme, memory.place.unit
-    packed = scheme.elements_per_byte
+    rows, columns = memory.place.unit
     inner: dict[str, Tensor] = {}
     owned: tuple[Tensor, ...] = ()
 
@@ -155,21 +154,22 @@ def _allocate(memory: WeightMemory, device: torch.device) -> tuple[dict[str, Ten
         return torch.empty(shape, dtype=torch.uint8, device=device)
 
     if len(memory.group.parts) > 1:
-        joined("rowwise_data", 0, 1, lambda n: empty(n, columns // packed))
+        joined("rowwise_data", 0, 1, lambda n: empty(n, columns // memory.along(ROWWISE).elements_per_byte))
     if memory.two_copies:
-        joined("columnwise_data", 1, packed, lambda n: empty(columns, n))
-    if scheme.two_copies and memory.extent(ROWWISE) is Extent.OWN:
-        inner["rowwise_scale_inv"] = _scale_memory(memory, rows, _slots(memory, ROWWISE)[1], device)
+        joined("columnwise_data", 1, memory.along(COLUMNWISE).elements_per_byte, lambda n: empty(columns, n))
+    if memory.scheme.two_copies and memory.extent(ROWWISE) is Extent.OWN:
+        inner["rowwise_scale_inv"] = _scale_memory(memory.along(ROWWISE), rows, _slots(memory, ROWWISE)[1], device)
         owned += (inner["rowwise_scale_inv"],)
     if memory.two_copies and memory.extent(COLUMNWISE) is Extent.OWN:
-        along = memory.block(COLUMNWISE)[0]
-        joined("columnwise_scale_inv", 1, along, lambda n: _scale_memory(memory, columns, n, device))
+        scheme = memory.along(COLUMNWISE)
+        per = memory.block(COLUMNWISE)[0]
+        joined("columnwise_scale_inv", 1, per, lambda n: _scale_memory(scheme, columns, n, device))
     return inner, owned
 
 
-def _scale_memory(memory: WeightMemory, rows: int, columns: int, device: torch.device) -> Tensor:
+def _scale_memory(scheme: Scheme, rows: int, columns: int, device: torch.device) -> Tensor:
     """[rows, columns]; float32 scales of 1-D blocks lie with the row index fastest, as the block GEMM reads them."""
-    if memory.scheme.scale_dtype == torch.float32:
+    if scheme.scale_dtype == torch.float32:
         return torch.empty(columns, rows, device=device).t()
     return torch.empty(rows, columns, dtype=torch.uint8, device=device)
 
@@ -181,7 +181,7 @@ def _fill_parts(
 
     `.data`: autograd holds these tensors for backward and must not take the refill for a change of their values.
     """
-    scheme, unit = memory.scheme, memory.place.unit
+    unit = memory.place.unit
     parts: dict[str, Tensor] = dict(inner)
     rows = outputs[0][: unit[0]]
     if direction != COLUMNWISE:
@@ -191,9 +191,9 @@ def _fill_parts(
             parts["rowwise_data"] = rows
     if memory.two_copies and direction != ROWWISE:
         source = outputs[1][: unit[0]] if direction == BOTH else rows
-        _transpose_into(inner["columnwise_data"], source, scheme)
+        _transpose_into(inner["columnwise_data"], source, memory.along(COLUMNWISE))
     _fill_scales(memory, parts, outputs, direction)
-    if scheme.needs_tensor_amax:
+    if memory.scheme.needs_tensor_amax:
         parts["rowwise_amax"] = memory.group.amax
         if memory.two_copies:
             parts["columnwise_amax"] = memory.group.amax
@@ -201,7 +201,7 @@ def _fill_parts(
     return parts
 
 
-def _transpose_into(target: Tensor, source: Tensor, scheme: Any) -> None:
+def _transpose_into(target: Tensor, source: Tensor, scheme: Scheme) -> None:
     if scheme.elements_per_byte == 1:
         target.data.copy_(source.t())
     else:
@@ -215,16 +215,16 @@ def _fill_scales(memory: WeightMemory, parts: dict[str, Tensor], outputs: Sequen
     travelled = outputs[-1].view(ranks, -1) if len(outputs) > (2 if direction == BOTH else 1) else None
     at = 0
     for each in memory.directions:
-        name = f"{each}_scale_inv"
-        if memory.scheme.block is None or memory.extent(each) is not Extent.OWN:
+        name, scheme = f"{each}_scale_inv", memory.along(each)
+        if memory.extent(each) is not Extent.OWN:
             scale = memory.scale_inv(each, box)
             scale = scale if each == ROWWISE or scale.dim() == 1 else scale.t()
-            parts[name] = in_gemm_layout(scale, memory.scheme)
+            parts[name] = in_gemm_layout(scale, scheme)
         elif direction in (each, BOTH):
             assert travelled is not None
             down, across = _slots(memory, each)
-            size = down * across * memory.scheme.scale_dtype.itemsize
-            stretch = travelled[:, at : at + size].contiguous().view(memory.scheme.scale_dtype).view(-1, across)
+            size = down * across * scheme.scale_dtype.itemsize
+            stretch = travelled[:, at : at + size].contiguous().view(scheme.scale_dtype).view(-1, across)
             count = -(-memory.place.unit[0] // memory.block(each)[0])
             scale = stretch[:count]
             parts[name].data.copy_(scale if each == ROWWISE else scale.t())

@@ -116,15 +116,28 @@ class WeightMemory:
         """Those that have bytes of their own."""
         return (ROWWISE, COLUMNWISE) if self.two_copies else (ROWWISE,)
 
+    def along(self, direction: str) -> Scheme:
+        """How the bytes of one direction are made."""
+        return self.scheme.along(direction)
+
     def block(self, direction: str) -> Block:
         """Rows and columns of the matrix that share a scale."""
-        block = self.scheme.block
+        block = self.along(direction).block
         assert block is not None
         return block if direction == ROWWISE else block[::-1]
 
+    def has_blocks(self, direction: str) -> bool:
+        """Whether blocks have scales of their own, not the tensor one scale."""
+        return self.along(direction).block is not None
+
     def extent(self, direction: str) -> Extent:
         """[Note: extent of scales]"""
-        return extent_of(self.scheme, self.block(direction), [part.place for part in self.group.parts])
+        return self._extent(direction, [part.place for part in self.group.parts])
+
+    def _extent(self, direction: str, places: Sequence[Place]) -> Extent:
+        if not self.has_blocks(direction):
+            return Extent.MATRIX
+        return extent_of(self.along(direction), self.block(direction), places)
 
     def box_of_scales(self, direction: str) -> Box:
         """The box of the matrix whose scales are here."""
@@ -187,22 +200,23 @@ class WeightMemory:
     def allocate(self, device: torch.device | str) -> None:
         """Memory of the right shapes, without values."""
         place, scheme = self.place, self.scheme
-        width = place.unit[1] // scheme.elements_per_byte
         for direction in self.directions:
+            own = self.along(direction)
+            width = place.unit[1] // own.elements_per_byte
             self.data[direction] = torch.zeros(place.padded, width, dtype=torch.uint8, device=device)
-            if scheme.block is not None:
+            if self.has_blocks(direction):
                 shape = count_blocks(blocks_of(self.box_of_scales(direction), self.block(direction)))
-                self.set_scales(direction, torch.zeros(shape, dtype=scheme.scale_dtype, device=device))
+                self.set_scales(direction, torch.zeros(shape, dtype=own.scale_dtype, device=device))
         group = self.group
         if scheme.needs_tensor_amax:
             group.amax = torch.zeros(1, device=device)
-        if scheme.per_tensor:
+        if scheme.of_tensor is not None:
             group.scale, group.scale_inv = torch.ones(1, device=device), torch.ones(1, device=device)
 
     def room_for(self, direction: str, device: torch.device) -> Tensor:
         """Where bytes of the rows that are held are to be written: over the old ones, or into new memory."""
         place = self.place
-        shape = place.padded, place.unit[1] // self.scheme.elements_per_byte
+        shape = place.padded, place.unit[1] // self.along(direction).elements_per_byte
         held = self.data.get(direction)
         if held is None or held.shape != shape or held.device != device or held.is_inference():
             held = self.data[direction] = torch.zeros(shape, dtype=torch.uint8, device=device)
@@ -332,7 +346,7 @@ class WeightMemory:
     def bytes_were_loaded(self) -> None:
         """Somebody has written into the bytes and scales: what follows from them is made anew, and the first values are forgotten."""
         self.preserved, self.without_scales = None, False
-        if self.scheme.per_tensor:
+        if self.scheme.of_tensor is not None:
             self.group.scale = torch.ones_like(self.group.scale_inv) / self.group.scale_inv
 
     # ------------------------------------------------------------------------------------------------------------ cutting up
@@ -348,16 +362,16 @@ class WeightMemory:
         if not self.quantized or not self.data:
             return other
         places = places or [part.place.cut_like(self.place, place) for part in self.group.parts]
-        packed = self.scheme.elements_per_byte
         first, left = place.top - self.place.top, place.left - self.place.left
         for direction in self.directions:
+            packed = self.along(direction).elements_per_byte
             held = self.data[direction][first : first + place.rows]
             held = held[:, left // packed : (left + place.unit[1]) // packed]
             other.data[direction] = pad(held, (0, 0, 0, place.padded - place.rows)).clone(
                 memory_format=torch.contiguous_format
             )
-            if self.scheme.block is not None:
-                extent = extent_of(self.scheme, self.block(direction), places)
+            if self.has_blocks(direction):
+                extent = self._extent(direction, places)
                 other.set_scales(direction, self._cut_scales(direction, place.box(extent)), extent)
         if self.preserved is not None:
             other.preserved = self.preserved[first : first + place.rows, left : left + place.unit[1]]
@@ -392,7 +406,7 @@ class WeightMemory:
         Where blocks begin elsewhere the grid is finer, so that every number of it lies in one block: its block follows from its
         shape (`kernels.cast.block_of`). step: a block to use instead.
         """
-        if self.scheme.block is None:
+        if not self.has_blocks(direction):
             return self.group.scale_inv
         block, (top, left, rows, columns) = self.block(direction), box
         scale, outer = self.scales(direction), blocks_of(self.box_of_scales(direction), block)
@@ -421,4 +435,4 @@ class WeightMemory:
         parts = self.held_parts(self.place.rows)
         amax = parts.get("rowwise_amax", self.group.amax)
         operand = parts["rowwise_data"], parts["rowwise_scale_inv"], amax
-        return torch.ops.ottava.dequantize(*operand, str(self.scheme), dtype)
+        return torch.ops.ottava.dequantize(*operand, str(self.along(ROWWISE)), dtype)

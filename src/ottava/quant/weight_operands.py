@@ -60,7 +60,7 @@ def _renewed_operands(group: ScaleGroup) -> tuple[list[int], dict[str, Tensor]]:
         part.check_given()
         part.data[ROWWISE] = made["rowwise_data"].narrow(0, first, rows)
         part.bytes_follow_given()
-        if part.two_copies and part.scheme.elements_per_byte == 1 and not part.rows_first:
+        if part.two_copies and part.along(COLUMNWISE).elements_per_byte == 1 and not part.rows_first:
             part.data[COLUMNWISE] = made["columnwise_data"].narrow(1, first, rows).t()
         first += rows
     return _versions(group), made
@@ -83,7 +83,7 @@ def _make_operands(group: ScaleGroup) -> dict[str, Tensor]:
     made = {"rowwise_data": joined(ROWWISE).contiguous()}
     made |= joined_scales(group, [ROWWISE, COLUMNWISE] if group.keeps_columnwise else [ROWWISE])
     if group.keeps_columnwise:
-        made["columnwise_data"] = torch.ops.ottava.transpose(joined(COLUMNWISE), str(scheme))
+        made["columnwise_data"] = torch.ops.ottava.transpose(joined(COLUMNWISE), str(scheme.along(COLUMNWISE)))
     return made
 
 
@@ -110,15 +110,16 @@ def whole_parts(memory: WeightMemory) -> dict[str, Tensor]:
     joined = operands(group)
     if len(group.parts) == 1:
         return joined
-    index, scheme = group.parts.index(memory), memory.scheme
+    index = group.parts.index(memory)
     first = sum(part.place.unit[0] for part in group.parts[:index])
-    rows, packed, box = memory.place.unit[0], scheme.elements_per_byte, memory.place.box(Extent.UNIT)
+    rows, box = memory.place.unit[0], memory.place.box(Extent.UNIT)
     parts = dict(joined)
     parts["rowwise_data"] = joined["rowwise_data"].narrow(0, first, rows)
     parts["rowwise_scale_inv"] = memory.scale_inv(ROWWISE, box)
     if group.keeps_columnwise:
+        packed, scale = memory.along(COLUMNWISE).elements_per_byte, memory.scale_inv(COLUMNWISE, box)
         parts["columnwise_data"] = joined["columnwise_data"].narrow(1, first // packed, rows // packed)
-        parts["columnwise_scale_inv"] = memory.scale_inv(COLUMNWISE, box).t()
+        parts["columnwise_scale_inv"] = scale if scale.dim() == 1 else scale.t()
     return parts
 
 
@@ -145,9 +146,10 @@ def tensors_of(weight: Weight) -> list[Tensor]:
 
 def joined_scales(group: ScaleGroup, directions: Sequence[str]) -> dict[str, Tensor]:
     """Scales and amax of the matrix that all parts are rows of, by the names that `QuantizedTensor` has for them."""
-    found, scheme = {}, group.scheme
-    assert scheme is not None
+    found: dict[str, Tensor] = {}
+    assert group.scheme is not None
     for direction in directions:
+        scheme = group.scheme.along(direction)
         scale = _joined_scale_inv(group.parts, direction)
         scale = scale if direction == ROWWISE or scale.dim() == 1 else scale.t()
         found[f"{direction}_scale_inv"] = in_gemm_layout(scale, scheme)
@@ -159,7 +161,7 @@ def joined_scales(group: ScaleGroup, directions: Sequence[str]) -> dict[str, Ten
 def _joined_scale_inv(parts: Sequence[WeightMemory], direction: str) -> Tensor:
     """Scales of the units of all parts, one under the other, as rows and columns of the matrix."""
     boxes = [part.place.box(Extent.UNIT) for part in parts]
-    if parts[0].scheme.block is None:
+    if not parts[0].has_blocks(direction):
         return parts[0].group.scale_inv
     block = parts[0].block(direction)
     if parts[0].extent(direction) is Extent.MATRIX and all(a[0] + a[2] == b[0] for a, b in itertools.pairwise(boxes)):
@@ -198,22 +200,28 @@ def take_buffers(memory: WeightMemory, parts: dict[str, Tensor]) -> None:
     memory.data[ROWWISE] = parts["rowwise_data"]
     if scheme.needs_tensor_amax:
         group.amax = parts["rowwise_amax"]
-    if scheme.per_tensor:
-        group.scale_inv = parts["rowwise_scale_inv"]
+    if scheme.of_tensor is not None:
+        group.scale_inv = parts["rowwise_scale_inv" if scheme.per_tensor else "columnwise_scale_inv"]
         group.scale = torch.ones_like(group.scale_inv) / group.scale_inv
-    else:
+    if not scheme.per_tensor:
         memory.set_scales(ROWWISE, parts["rowwise_scale_inv"])
     if memory.two_copies:
-        _take_columnwise(memory, upright(parts["columnwise_data"], scheme), parts["columnwise_scale_inv"].t())
+        _take_columnwise(
+            memory, upright(parts["columnwise_data"], memory.along(COLUMNWISE)), parts["columnwise_scale_inv"]
+        )
     memory.preserved, memory.without_scales = None, False
 
 
 def _take_columnwise(memory: WeightMemory, data: Tensor, scales: Tensor) -> None:
-    """Upright views of what a GEMM takes, or, where somebody reads them as rows, these rows."""
+    """Upright views of what a GEMM takes, or, where somebody reads them as rows, these rows. scales: as the GEMM takes them."""
     if memory.rows_first:
-        old = [memory.data.get(COLUMNWISE), memory.held_scales(COLUMNWISE)]
-        data, scales = written_over(old, [data.contiguous(), scales.contiguous()])
+        (data,) = written_over([memory.data.get(COLUMNWISE)], [data.contiguous()])
     memory.data[COLUMNWISE] = data
+    if not memory.has_blocks(COLUMNWISE):
+        return
+    scales = scales.t()
+    if memory.rows_first:
+        (scales,) = written_over([memory.held_scales(COLUMNWISE)], [scales.contiguous()])
     memory.set_scales(COLUMNWISE, scales)
 
 

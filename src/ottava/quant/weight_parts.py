@@ -97,7 +97,7 @@ def _gathered_scales(weights: Sequence[Weight]) -> dict[str, Tensor]:
     """Scales that travelled are put under one another; those that every rank has are asked from the group."""
     group, scheme = weights[0].memory.group, weights[0].scheme
     directions = [ROWWISE, COLUMNWISE] if group.keeps_columnwise else [ROWWISE]
-    known = [d for d in directions if scheme.block is None or group.parts[0].extent(d) is not Extent.OWN]
+    known = [d for d in directions if group.parts[0].extent(d) is not Extent.OWN]
     found = joined_scales(group, known)
     for direction in (d for d in directions if d not in known):
         name = f"{direction}_scale_inv"

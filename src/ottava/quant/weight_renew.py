@@ -99,15 +99,14 @@ def _index(numbers: tuple[int, ...], device: torch.device) -> Tensor:
 
 def _block_amax(weights: Weights) -> Iterator[tuple[Any, WeightMemory, Tensor]]:
     """(key, memory, [layers, blocks down, across] of the blocks of the scales' extent that this rank knows; others are zero)."""
-    blocked = [(values, memory) for values, memory in weights if memory.scheme.block is not None]
-    for parts in _together(blocked, lambda memory: (memory.scheme, memory.directions)):
+    for parts in _together(weights, lambda memory: (memory.scheme, memory.directions)):
         first = parts.memories[0]
-        for direction in first.directions:
+        for direction in filter(first.has_blocks, first.directions):
             block = list(first.block(direction))
             own_boxes = [memory.place.box(Extent.OWN) for memory in parts.memories]
             shapes = [count_blocks(blocks_of(box, (block[0], block[1]))) for box in own_boxes]
             layers = [parts.values]
-            if first.scheme.element.dtype is None:  # E2M1 has a second grid: flags of blocks that have a NaN
+            if first.along(direction).element.dtype is None:  # E2M1 has a second grid: flags of blocks that have a NaN
                 layers.append([values.isnan().float() for values in parts.values])
             found = torch.stack([torch.ops.ottava.amax_many(layer, block, parts.offsets) for layer in layers])
             for memory, own, shape in zip(parts.memories, found.split([math.prod(s) for s in shapes], dim=1), shapes):
@@ -151,14 +150,13 @@ def _set_tensor_scales(groups: dict[int, ScaleGroup], known: Known) -> None:
     chosen: dict[Any, list[ScaleGroup]] = {}
     for number, group in groups.items():
         if ("tensor", number) in known:
-            chosen.setdefault((group.scheme, group.delayed is not None, known["tensor", number].device), []).append(
-                group
-            )
+            scheme = None if group.scheme is None else group.scheme.of_tensor
+            chosen.setdefault((scheme, group.delayed is not None, known["tensor", number].device), []).append(group)
     for (scheme, delayed, _), same in chosen.items():
         amax = torch.cat([known["tensor", id(group)].flatten() for group in same])
         for group, one in zip(same, _each_in_its_own([group.amax for group in same], amax.split(1)), strict=True):
             group.amax = one
-        if not scheme.per_tensor:
+        if scheme is None:
             continue
         if delayed:
             states = [(group.delayed, group.column) for group in same]
@@ -184,14 +182,14 @@ def _block_factors(weights: Weights, known: Known) -> Known:
     """What values are multiplied by, [blocks down, across] of the scales' extent; the scales themselves are set."""
     factors = Known()
     for parts in _together(weights, lambda memory: memory.scheme):
-        scheme, dtype = parts.memories[0].scheme, parts.values[0].dtype
-        for direction in parts.memories[0].directions:
+        first, dtype = parts.memories[0], parts.values[0].dtype
+        for direction in filter(first.has_blocks, first.directions):
             owners = {
                 id(memory.group if memory.extent(direction) is Extent.MATRIX else memory): memory
                 for memory in parts.memories
             }
             grids = [known[direction, owner] for owner in owners]
-            made = _factors_and_scales(grids, list(owners.values()), scheme, dtype)
+            made = _factors_and_scales(grids, list(owners.values()), first.along(direction), dtype)
             old = [memory.held_scales(direction) for memory in owners.values()]
             scales = _each_in_its_own(old, [scale for _, scale in made])
             for (owner, memory), (factor, _), scale in zip(owners.items(), made, scales, strict=True):
@@ -214,18 +212,18 @@ def _factors_and_scales(
 
 def _write(weights: Weights, known: Known) -> None:
     """Bytes of all weights, and scales of their blocks."""
-    factors = _block_factors([(v, m) for v, m in weights if m.scheme.block is not None], known)
+    factors = _block_factors(weights, known)
     for parts in _together(weights, lambda memory: (memory.scheme, memory.directions)):
-        scheme = parts.memories[0].scheme
-        for direction in parts.memories[0].directions:
+        first = parts.memories[0]
+        for direction in first.directions:
             out = [memory.room_for(direction, values.device) for values, memory in zip(*parts)]
-            if scheme.block is None:
-                block: list[int] = []
-                chosen = [memory.group.scale for memory in parts.memories]
-            else:
-                block = list(parts.memories[0].block(direction))
+            block: list[int] = []
+            chosen = [memory.group.scale for memory in parts.memories]
+            if first.has_blocks(direction):
+                block = list(first.block(direction))
                 chosen = [_own_factors(memory, direction, factors) for memory in parts.memories]
-            torch.ops.ottava.encode_many_(out, parts.values, chosen, str(scheme), block, parts.offsets)
+            rule = str(first.along(direction))
+            torch.ops.ottava.encode_many_(out, parts.values, chosen, rule, block, parts.offsets)
     for _, memory in weights:
         memory.without_scales = False
 
