@@ -26,6 +26,7 @@ SCHEMES = [
     "e4m3:1x32:f32",
     "e5m2:1x32",
     "e2m1:1x16",
+    "e4m3:1x32:f32/e4m3:tensor",
 ]
 SHAPES = [(256, 512), (144, 272), (1, 128), (33, 96), (33, 97)]  # even tiles, ragged tiles, one row, nothing divisible
 # Every scheme in bf16; the other dtypes share its code, so three schemes stand for all (each variant compiles for a second).
@@ -85,7 +86,7 @@ def test_cast_gives_the_reference_bytes(scheme, dtype):
 
 
 @pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
-@pytest.mark.parametrize("scheme", [*SCHEMES[:1], *SCHEMES[4:7], SCHEMES[9], SCHEMES[11]])
+@pytest.mark.parametrize("scheme", [*SCHEMES[:1], *SCHEMES[4:7], SCHEMES[9], SCHEMES[11], SCHEMES[14]])
 def test_one_direction_alone(scheme, direction):
     x, scale = values(256, 512, "normal", torch.bfloat16), given_scale(scheme)
     wanted = (direction == "rowwise", direction == "columnwise")
@@ -94,7 +95,7 @@ def test_one_direction_alone(scheme, direction):
 
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
-@pytest.mark.parametrize("scheme", [*SCHEMES[:1], *SCHEMES[4:7], SCHEMES[9], SCHEMES[11]])
+@pytest.mark.parametrize("scheme", [*SCHEMES[:1], *SCHEMES[4:7], SCHEMES[9], SCHEMES[11], SCHEMES[14]])
 def test_norm_gives_the_reference_bytes_from_the_same_statistics(scheme, kind):
     for m, k in SHAPES[:2]:
         if not fits(scheme, m, k):

@@ -73,9 +73,13 @@ LLAMA = {"num_gqa_groups": 2, "normalization": "RMSNorm", "activation": "swiglu"
 
 
 @pytest.mark.parametrize("options", [{}, LLAMA], ids=["gpt", "llama"])
-@pytest.mark.parametrize("name", [*RECIPES])
+@pytest.mark.parametrize("name", [*RECIPES, "hybrid"])
 def test_a_layer_is_close_to_itself_on_the_cpu(name, options):
-    chosen = recipe.NVFP4BlockScaling(disable_stochastic_rounding=True) if name == "nvfp4" else RECIPES[name]
+    others = {
+        "nvfp4": recipe.NVFP4BlockScaling(disable_stochastic_rounding=True),
+        "hybrid": recipe.HybridScaling(recipe.MXFP8BlockScaling(), recipe.Float8CurrentScaling()),
+    }
+    chosen = others[name] if name in others else RECIPES[name]
     here, there = layer("cpu", **options), layer("cpu", **options).cuda()
     there.load_state_dict(here.state_dict())
     angles = ottava.attention.RotaryPositionEmbedding(64, device="cpu")(64)

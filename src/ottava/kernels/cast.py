@@ -214,6 +214,7 @@ def reference_buffers(
     rowwise and of the columnwise values, see `operand_amax`. `dtype` is the activation dtype that the values have or would have had: an
     overflowing block scale becomes its largest value.
     """
+    assert scheme.columns is None, scheme  # `each_direction` comes first
     check_shape(values.shape[0], values.shape[1], scheme, rowwise, columnwise)
     tally.count(values)
     row_amax = col_amax = amax
@@ -389,6 +390,7 @@ def _dequantize(data: Tensor, scale_inv: Tensor, amax: Tensor, scheme: str, dtyp
 
 def unpack(data: Tensor, scheme: Scheme) -> Tensor:
     """Bytes -> unscaled float32 values [rows, columns]."""
+    assert scheme.columns is None, scheme  # which direction are they?
     if scheme.element.dtype is not None:
         return data.view(scheme.element.dtype).float()
     table = _table(E2M1_VALUES + tuple(-v for v in E2M1_VALUES), data.device)

@@ -289,6 +289,7 @@ class _Pair(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def _pair_on(a_scheme: str, b_scheme: str, device: torch.device) -> _Pair:
     a, b = Scheme.parse(a_scheme), Scheme.parse(b_scheme)
+    assert a.columns is None and b.columns is None, (a, b)  # operands are of one direction
     why = emulated_because(a, b, torch.cuda.get_device_capability(device))
     return _Pair(
         a, b, a.element.dtype or torch.uint8, b.element.dtype or torch.uint8, b.block or (0, 0), a.kind == "tensor", why
