@@ -98,19 +98,22 @@ def test_only_what_is_wanted_is_made():
     close((head.weight.grad,), wanted[2:], (1e-2,))
 
 
-def test_the_kernels_agree_with_the_reference_also_for_parts_of_a_vocabulary():
+@pytest.mark.parametrize("smoothing, z_loss", [(0.1, 1e-3), (0.0, 0.0)])
+def test_the_kernels_agree_with_the_reference_also_for_parts_of_a_vocabulary(smoothing, z_loss):
     for dtype, width, words in ((torch.float32, 1004, 1003), (torch.bfloat16, 20000, 12001), (torch.float16, 40, 37)):
         x = (torch.randn(9, width, device="cuda") * 4).to(dtype)
         targets = torch.randint(words, (9,), device="cuda")
         targets[2], targets[4], x[2] = -100, words + 3, float("nan")
         bars: dict[str, Any] = {"rtol": 1e-5 if dtype == torch.float32 else 1e-2, "atol": 1e-6, "equal_nan": True}
-        whole = op.Terms(0, words, words, -100, 0.1, 1e-3)
+        whole = op.Terms(0, words, words, -100, smoothing, z_loss)
         ours, wanted = x.clone(), x.clone()
         losses, reference = op.loss_fused_(ours, targets, *whole), op._fused(wanted, targets, *whole)
         torch.testing.assert_close(losses, reference, rtol=1e-5, atol=1e-5, equal_nan=True)
         torch.testing.assert_close(ours, wanted, **bars)
         half = width // 2
-        terms = [op.Terms(r * half, min(max(words - r * half, 0), half), words, -100, 0.1, 1e-3) for r in range(2)]
+        terms = [
+            op.Terms(r * half, min(max(words - r * half, 0), half), words, -100, smoothing, z_loss) for r in range(2)
+        ]
         parts = [x[:, :half], x[:, half:]]
         statistics = torch.stack([op.loss_statistics(p, targets, *t) for p, t in zip(parts, terms)])
         torch.testing.assert_close(

@@ -25,18 +25,25 @@ from ottava.kernels.head_loss import Terms
 from ottava.kernels.launch import Launcher
 
 LOWEST = tl.constexpr(_LOWEST)
+LOG2_E = tl.constexpr(1.4426950408889634)
 WIDEST = 16384
 """Columns that a program takes at a time, at most."""
-EACH = 16
-"""Of these a lane takes; and so does a thread."""
+EACH = 8
+"""Of these a lane takes: what a thread loads at once in bf16, so that it asks no other for their maximum."""
+PER_WARP = 512
+"""Of these a warp takes."""
+
+
+@triton.jit
+def _exp2(x):
+    """2^x, to two ulp, and 0 where that is subnormal."""
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
 def _exp(x):
-    """e^x, to two ulp, and 0 where that is subnormal."""
-    return tl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * 1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1
-    )
+    """e^x."""
+    return _exp2(x * LOG2_E)
 
 
 @triton.jit
@@ -49,7 +56,8 @@ def _columns(LANES: tl.constexpr, EACH: tl.constexpr):
 def _statistics_with(x, highest, total):
     """A lane's maximum and sum of exponents relative to it, with those of a block more."""
     higher = tl.maximum(highest, tl.max(x, axis=1))
-    return higher, total * _exp(highest - higher) + tl.sum(_exp(x - higher[:, None]), axis=1)
+    shift = tl.maximum(higher, -2.0e38) * LOG2_E  # finite, also where there was nothing but -inf
+    return higher, total * _exp(highest - higher) + tl.sum(_exp2(x * LOG2_E - shift[:, None]), axis=1)
 
 
 @triton.jit
@@ -110,13 +118,16 @@ def _loss(
 @triton.jit
 def _write_gradient(
     out, row, maximum, total, target, grad, index, here, width, vocabulary, smoothing, z_loss,
-    SMOOTHED: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
+    POSITIVE: tl.constexpr, SMOOTHED: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     """At `out`, `width` numbers: the gradient of the row's loss times `grad` for the `here` logits at `row`, else 0. target: the logit of
-    column `index`; -1 if the target is not here."""
+    column `index`; -1 if the target is not here. POSITIVE: what exponents are multiplied by is above 0, and so can be added to them."""
     BLOCK: tl.constexpr = LANES * EACH
     dtype = out.dtype.element_ty
     factor = grad * (1.0 + 2.0 * z_loss * (maximum + tl.log(total))) / total
+    shift = maximum * -LOG2_E
+    if POSITIVE:
+        shift += tl.log2(factor)
     everywhere = grad * smoothing / vocabulary
     columns = _columns(LANES, EACH)
     blocks = here // BLOCK
@@ -127,7 +138,9 @@ def _write_gradient(
         tl.store(out + start + columns, value.to(dtype), mask=start + columns < width)
     for i in range(blocks):
         start = (blocks - 1 - i) * BLOCK
-        value = _exp(tl.load(row + start + columns).to(tl.float32) - maximum) * factor
+        value = _exp2(tl.load(row + start + columns).to(tl.float32) * LOG2_E + shift)
+        if not POSITIVE:
+            value *= factor
         if SMOOTHED:
             value -= everywhere
         tl.store(out + start + columns, value.to(dtype))
@@ -140,7 +153,7 @@ def _write_gradient(
 @triton.jit
 def _fused_kernel(
     logits, targets, losses, stride, width, real, vocabulary, ignore, smoothing, z_loss,
-    SMOOTHED: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
+    POSITIVE: tl.constexpr, SMOOTHED: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0).to(tl.int64)
     word = tl.load(targets + number)
@@ -151,8 +164,8 @@ def _fused_kernel(
     loss = _loss(maximum, total, target, plain, word, vocabulary, ignore, smoothing, z_loss, SMOOTHED)
     tl.store(losses + number, loss)
     _write_gradient(
-        row, row, maximum, total, target, 1.0, index, here, width, vocabulary, smoothing, z_loss, SMOOTHED, LANES, EACH
-    )
+        row, row, maximum, total, target, 1.0, index, here, width, vocabulary, smoothing, z_loss, POSITIVE, SMOOTHED, LANES, EACH
+    )  # fmt: skip
 
 
 @triton.jit
@@ -184,7 +197,7 @@ def _values_kernel(
 @triton.jit
 def _gradient_kernel(
     out, logits, statistics, targets, grads, rows, ranks, out_stride, stride, width, first, real, vocabulary, ignore, smoothing,
-    z_loss, GIVEN: tl.constexpr, SMOOTHED: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
+    z_loss, GIVEN: tl.constexpr, POSITIVE: tl.constexpr, SMOOTHED: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0).to(tl.int64)
     word = tl.load(targets + number)
@@ -198,7 +211,7 @@ def _gradient_kernel(
         grad = tl.load(grads + number)
     _write_gradient(
         out + number * out_stride, row, maximum, total, target, grad, index, here, width, vocabulary, smoothing, z_loss,
-        SMOOTHED, LANES, EACH,
+        POSITIVE, SMOOTHED, LANES, EACH,
     )  # fmt: skip
 
 
@@ -216,7 +229,7 @@ def _launch(launcher: Launcher, count: int, lanes: int, arguments: dict[str, Any
     if count:
         # A limit above what the compiler would take lets it keep more loads under way.
         registers = 64 if lanes * EACH == WIDEST else None
-        launcher((count,), max(lanes // 32, 1), arguments, fuse_multiply_add=True, registers=registers)
+        launcher((count,), max(lanes * EACH // PER_WARP, 1), arguments, fuse_multiply_add=True, registers=registers)
 
 
 def _rows(logits: Tensor) -> Tensor:
@@ -233,7 +246,7 @@ def fused_(logits: Tensor, targets: Tensor, terms: Terms) -> Tensor:
     _launch(_FUSED, losses.numel(), lanes, {
         "logits": logits, "targets": targets.contiguous(), "losses": losses, "stride": logits.stride(0), "width": logits.shape[1],
         "real": terms.real, "vocabulary": terms.vocabulary, "ignore": terms.ignore_index, "smoothing": terms.smoothing,
-        "z_loss": terms.z_loss, "SMOOTHED": terms.smoothing != 0, "LANES": lanes, "EACH": EACH,
+        "z_loss": terms.z_loss, "POSITIVE": terms.z_loss == 0, "SMOOTHED": terms.smoothing != 0, "LANES": lanes, "EACH": EACH,
     })  # fmt: skip
     return losses
 
@@ -277,5 +290,6 @@ def gradient_(
         "grads": statistics if grad is None else grad.float().contiguous(), "rows": rows, "ranks": ranks, "out_stride": out.stride(0),
         "stride": logits.stride(0), "width": logits.shape[1], "first": terms.first, "real": terms.real,
         "vocabulary": terms.vocabulary, "ignore": terms.ignore_index, "smoothing": terms.smoothing, "z_loss": terms.z_loss,
-        "GIVEN": grad is not None, "SMOOTHED": terms.smoothing != 0, "LANES": lanes, "EACH": EACH,
+        "GIVEN": grad is not None, "POSITIVE": grad is None and terms.z_loss == 0, "SMOOTHED": terms.smoothing != 0,
+        "LANES": lanes, "EACH": EACH,
     })  # fmt: skip
