@@ -26,7 +26,7 @@ def test_all_contenders_of_a_step_agree_with_the_plain_model(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", kernels.cases(kernels.Sizes(hidden=256, ffn=512, heads=4, kv_heads=2)), ids=lambda c: c.name
+    "case", [*kernels.cases(kernels.Sizes(hidden=256, ffn=512, heads=4, kv_heads=2))], ids=lambda c: c.name
 )
 def test_kernels_give_the_bytes_of_their_references(case: kernels.Case) -> None:
     kernels.check(case, "cuda")
