@@ -11,7 +11,7 @@ NAME.rowwise_scale_inv       [1], or one a block: [ceil(M/B), ceil(K/B)], [M, ce
 NAME.rowwise_amax            [1], where the scheme keeps it
 NAME.format                  uint8 [24]: element format and block as text, padded with zeros
 NAME.columnwise_data         uint8 [K, M], and
-NAME.columnwise_scale_inv    [K, ceil(M/B)]: 1-D blocks only; elsewhere the columnwise copy is the transpose
+NAME.columnwise_scale_inv    [K, ceil(M/B)] or [1]: 1-D blocks, two ways; elsewhere the columnwise copy is the transpose
 """
 
 from __future__ import annotations

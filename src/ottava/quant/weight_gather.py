@@ -2,9 +2,9 @@
 
 [Note: what travels]
 One scale a tensor and square blocks have one set of bytes: the columnwise copy is the transpose. The rows' bytes are gathered; all
-ranks know all scales. 1-D blocks (1x32, 1x128, 1x16) have two sets: rowwise bytes are gathered in forward and columnwise bytes in
-backward, one byte an element each time, or both at once where a forward runs again in backward. Scales that only their rank knows
-(`Extent.OWN`) travel with the bytes. A weight whose recipe is not known, or quantizes nothing, travels in high precision.
+ranks know all scales. 1-D blocks (1x32, 1x128, 1x16) and two ways (scheme.py) have two sets: rowwise bytes are gathered in forward and
+columnwise bytes in backward, one byte an element each time, or both at once where a forward runs again in backward. Scales that only
+their rank knows (`Extent.OWN`) travel with the bytes. A weight whose recipe is not known, or quantizes nothing, travels in high precision.
 
 [Note: freed memory]
 FSDP frees gathered memory and "inner tensors" by emptying their storage, and fills the same tensors again before backward. Autograd

@@ -65,7 +65,7 @@ class WeightMemory:
         self.group = group
         self.join(group)
         self.data: dict[str, Tensor] = {}
-        """By direction, uint8 [padded, columns] (E2M1: [padded, columns/2]); columnwise bytes (1-D blocks only) are not transposed."""
+        """By direction, uint8 [padded, columns] (E2M1: [padded, columns/2]); columnwise bytes, where they differ, are not transposed."""
         self._scales: dict[str, Tensor] = {}
         self.recipe: Recipe | None = None
         """What `quantized_model_init` was given, where it made the weight."""
@@ -91,7 +91,7 @@ class WeightMemory:
         self.rows_first = False
         """Somebody reads bytes and scales as rows of the matrix: see `lay_rows_first`."""
         self.gathers_both = False
-        """1-D blocks: gather both directions at once, because a forward runs again in backward or memory stays gathered."""
+        """Where directions differ: gather both at once, because a forward runs again in backward or memory stays gathered."""
 
     # ------------------------------------------------------------------------------------------------------------- geometry
 

@@ -5,7 +5,7 @@
     state      who has it                                   high precision      FP8 bytes
     WHOLE      a parameter of `quantized_model_init`        -                   2n: rowwise, and columnwise for backward
       once somebody has asked for its state dict:           -                   1-D blocks: 3n (`WeightMemory.lay_rows_first`)
-    SHARD      FSDP2's rows of it, on w ranks               -                   n/w (1-D blocks, which have two sets of bytes: 2n/w)
+    SHARD      FSDP2's rows of it, on w ranks               -                   n/w (2n/w where the directions have bytes of their own)
       with a master (`shard_model`):                        the rows            the same, once a recipe is known
     GATHERED   FSDP2's all-gather, for one forward          -                   2n, freed after use
       before a recipe is known, or without one:             n                   -
