@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ottava.nn.columnwise import quantize_again
 from ottava.nn.delayed_columns import column_of, weight_column
-from ottava.nn.operand import Operand, columns, transposed
+from ottava.nn.operand import Operand, kept_columns, transposed
 from ottava.nn.output_gradient import quantizes_gradient
 from ottava.nn.product import Product
 from ottava.nn.stage import Gradient, Saved, Stage
@@ -26,7 +26,7 @@ def dgrad_operand(stage: Stage, s: Saved, dtype: torch.dtype) -> Operand:
     if quantizes_gradient(stage):
         assert stage.weight is not None
         held = s.weight_data, s.weight_scale_inv, s.weight_amax
-        return columns(*held, stage.weight) if stage.two_copies else transposed(Operand(*held, stage.weight))
+        return kept_columns(*held, stage.weight) if stage.two_copies else transposed(Operand(*held, stage.weight))
     if stage.backward == "dequantized" and stage.weight is not None:
         weight = ops.dequantize(s.weight_data, s.weight_scale_inv, s.weight_amax, str(stage.weight), dtype)
     elif isinstance(s.weight_data, QuantizedTensor):
@@ -48,7 +48,7 @@ def dgrad_operands(
         scale = column_of(fwd_scale, weight_column(number)) if stage.delayed else None
         made = quantize_again(sources[number], ops, str(stage.weight), scale, s.weight_amax)
         assert stage.weight is not None
-        found.append(columns(*made, stage.weight))
+        found.append(kept_columns(*made, stage.weight))
     return found
 
 

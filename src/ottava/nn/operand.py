@@ -45,10 +45,10 @@ def rowwise(q: Buffers, scheme: Scheme) -> Operand:
 
 def columnwise(q: Buffers, scheme: Scheme) -> Operand:
     """The columnwise copy."""
-    return columns(q.columnwise_data, q.columnwise_scale_inv, q.columnwise_amax, scheme)
+    return kept_columns(q.columnwise_data, q.columnwise_scale_inv, q.columnwise_amax, scheme)
 
 
-def columns(data: Tensor, scale_inv: Tensor | None, amax: Tensor | None, scheme: Scheme) -> Operand:
+def kept_columns(data: Tensor, scale_inv: Tensor | None, amax: Tensor | None, scheme: Scheme) -> Operand:
     """A columnwise copy whose tensors were kept."""
     return Operand(data, scale_inv, amax, scheme.along("columnwise"), "columnwise")
 

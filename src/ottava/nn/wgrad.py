@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ottava.nn.operand import Operand, columns, columnwise, quantize, rowwise, transposed
+from ottava.nn.operand import Operand, columnwise, kept_columns, quantize, rowwise, transposed
 from ottava.nn.output_gradient import warn_of_crossing_blocks
 from ottava.nn.producer import produce, produce_quantized
 from ottava.nn.product import product
@@ -57,7 +57,7 @@ def _wgrad_operand(stage: Stage, s: Saved, scale: Tensor | None, dtype: torch.dt
     if stage.input is None or stage.backward != "quantized":
         return Operand(_high_precision_operand(stage, s, scale, dtype))
     if s.data is not None:
-        return columns(s.data, s.scale_inv, s.amax, stage.input)
+        return kept_columns(s.data, s.scale_inv, s.amax, stage.input)
     source = source_of(s)
     if stage.return_norm:
         q = quantize(produce(stage, source), stage.input, scale, s.amax, False, True)
