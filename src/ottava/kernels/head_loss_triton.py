@@ -6,9 +6,8 @@ joined at the end, always in the same order. Blocks without an edge in them are 
 a hundred thousand, is corrected at the end instead of being looked for all along.
 
 Rows are walked backwards for the gradient: what was read last is what the L2 cache still holds. Programs are so large that a processor
-has one or two of them: rows that are being walked have to stay in that cache. On an H200 that is where the rest of the time is, three
-quarters of a copy's rate being reached: a fifth fewer instructions changed nothing. Offsets of rows are 64-bit, as tokens times vocabulary
-exceed 2^31.
+has one or two of them: rows that are being walked have to stay in that cache. Offsets of rows are 64-bit, as tokens times vocabulary exceed
+2^31.
 """
 
 from __future__ import annotations
