@@ -6,8 +6,8 @@ BIN    := $(VENV)/bin
 # Written last, so that an interrupted install is done again and a finished one needs no network.
 STAMP  := $(VENV)/.installed
 LAUNCH := $(VENV)/.installed-launch
-# Processes that share the test files out, in their order: those with many ranks come early. One more than CI has cores: many wait.
-WORKERS ?= 3
+# Processes that share the test files out, in the order of tests/conftest.py. Two more than CI has cores: many tests wait.
+WORKERS ?= 4
 SHARED  := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import itertools
 import os
 import tempfile
 from collections.abc import Iterator
@@ -42,8 +43,22 @@ def pytest_report_header() -> str:
     return f"ottava: torch {torch.__version__}, {torch.get_num_threads()} threads, {device}"
 
 
+# Folders whose tests wait (for faults, limits of time, other processes) more than they compute.
+WAITING = {"chaos", "doctor", "launch", "train"}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Extras are extras because they take long: an hour each, where they do not say otherwise."""
+    """Extras are extras because they take long: an hour each, where they do not say otherwise.
+
+    Where processes share the files, one that waits comes after one that computes: cores are busy from the start, and what is left for
+    the end is short.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        files = [list(tests) for _, tests in itertools.groupby(items, key=lambda item: item.path)]
+        waiting = [tests for tests in files if WAITING & set(tests[0].path.parts)]
+        computing = [tests for tests in files if tests not in waiting]
+        turns = itertools.zip_longest(waiting, computing, fillvalue=[])
+        items[:] = [item for turn in turns for tests in turn for item in tests]
     for item in items:
         if item.get_closest_marker("extra") is not None and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(3600))

@@ -13,7 +13,7 @@ from ottava.nn.stage import Chain, Made, Saved, Stage, StageTensors, count_into
 
 ops = torch.ops.ottava
 
-_Three = tuple[Tensor | None, Tensor | None, Tensor | None]
+_DataScaleAmax = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def make_operands(
@@ -60,7 +60,7 @@ def _make_quantized(
         q = produce_quantized(stage, source, scale, amax, True, column)
     if amax is None and stage.input.per_tensor and not stage.delayed:
         amax = q.rowwise_amax  # found on the way: what is made again need not look for it
-    operand: _Three = (None, None, amax)
+    operand: _DataScaleAmax = (None, None, amax)
     if column:
         operand = (q.columnwise_data, q.columnwise_scale_inv, q.columnwise_amax)
     elif stage.backward == "dequantized" and not remake:
@@ -71,7 +71,7 @@ def _make_quantized(
     return Made(rowwise(q, stage.input), saved, norm_out, q.rowwise_amax)
 
 
-def _kept_weight(stage: Stage, t: StageTensors) -> _Three:
+def _kept_weight(stage: Stage, t: StageTensors) -> _DataScaleAmax:
     """(data, scale_inv, amax) of the weight's side of dgrad, as far as it is kept."""
     if stage.backward == "quantized" and (t.col is not None or t.source is not None):
         return t.col, t.col_scale, t.col_amax
