@@ -201,7 +201,26 @@ def dtensor_inputs_are_refused() -> None:
             module(x)
 
 
+def columns_are_not_sharded_and_the_first_forward_may_be_in_inference_mode() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    for asked in RECIPES:
+        with pytest.raises(ValueError, match=r"cut it into rows only, not by .*: let shard_placement_fn return None"):
+            fully_shard(mlp(asked), mesh=mesh, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
+        for trained in (False, True):  # (torch cannot train what it has first gathered in inference mode)
+            alone, model = mlp(asked), fully_shard(mlp(asked), mesh=mesh)
+            for each in (alone, model) if trained else ():
+                forward(each, asked).sum().backward()
+            with torch.inference_mode():
+                assert torch.equal(forward(model, asked), forward(alone, asked)), type(asked).__name__
+        forward(model, asked).sum().backward()
+
+
 def all_roads() -> None:
+    columns_are_not_sharded_and_the_first_forward_may_be_in_inference_mode()
     collectives_write()
     ranks_that_start_apart_meet()
     dtensor_inputs_are_refused()

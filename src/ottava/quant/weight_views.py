@@ -6,7 +6,6 @@ dequantized values. All lie below `Weight`, which is the type of what they are g
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -56,13 +55,6 @@ def slice_rows(
     if dim != 0 or start or step != 1 or weight.dim() != 2:
         return NotImplemented
     return weight._like((len(range(*slice(start, end).indices(weight.shape[0]))), weight.shape[1]))
-
-
-@functools.cache
-def makes_views(func: Any) -> bool:
-    """Whether what the op returns is memory of what it is given."""
-    returned = [r.alias_info for r in func._schema.returns]
-    return any(info is not None and not info.is_write for info in returned)
 
 
 def master_views(func: Any, weight: Weight, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
