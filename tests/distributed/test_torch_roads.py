@@ -229,3 +229,25 @@ def all_roads() -> None:
 def test_collectives_ddp_and_sharded_optimizers_reach_the_bytes_of_stored_weights() -> None:
     with Ranks(2) as ranks:
         ranks.run(all_roads, timeout=200)
+
+
+# -------------------------------------------------------------------------------------------------------------- four ranks
+
+
+def other_shards_after_forward_are_refused() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (4,))
+    for asked in RECIPES:
+        with pytest.raises(ValueError, match=r"into 4 shards.*reshard_after_forward=True or False"):
+            fully_shard(mlp(asked), mesh=mesh, reshard_after_forward=2)
+        model = mlp(asked)
+        for number in (2, 3):  # to look at rows is not to shard them
+            assert len(model.fc2_weight.chunk(number)) == number
+        fully_shard(model, mesh=mesh, reshard_after_forward=False)
+        assert torch.equal(forward(model, asked), forward(mlp(asked), asked))
+
+
+def test_a_number_of_ranks_to_reshard_to_is_refused(four_ranks: Ranks) -> None:
+    four_ranks.run(other_shards_after_forward_are_refused)
