@@ -219,7 +219,42 @@ def columns_are_not_sharded_and_the_first_forward_may_be_in_inference_mode() -> 
         forward(model, asked).sum().backward()
 
 
+def biases_outlive_the_modules_that_return_them() -> None:
+    """A layer adds the biases of its attention and its MLP, whose gathered memory FSDP has freed by then."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    mesh, asked = init_device_mesh("cpu", (2,)), recipe.Float8CurrentScaling()
+
+    def layer() -> Any:
+        torch.manual_seed(0)
+        made = ottava.TransformerLayer(64, 64, 4, hidden_dropout=0.0, attention_dropout=0.0, device="cpu")
+        for name, parameter in made.named_parameters():
+            if name.endswith("bias"):
+                nn.init.normal_(parameter)
+        return made
+
+    alone, parts = layer(), layer()
+    for part in (parts.self_attention, parts.layernorm_mlp, parts):
+        fully_shard(part, mesh=mesh)
+    policy = ModuleWrapPolicy({ottava.MultiheadAttention, ottava.LayerNormMLP})
+    flat = FullyShardedDataParallel(
+        layer(), auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
+    )
+    x = torch.randn(16, 2, 64, generator=torch.Generator().manual_seed(1))
+    outputs = []
+    for model in (alone, parts, flat):
+        with ottava.autocast(recipe=asked):
+            outputs.append(model(x))
+        outputs[-1].square().mean().backward()
+        assert torch.equal(outputs[-1], outputs[0]), type(model).__name__
+    for (name, wanted), found in zip(alone.named_parameters(), parts.parameters(), strict=True):
+        assert torch.allclose(found.grad.full_tensor(), wanted.grad, rtol=1e-4, atol=1e-7), name
+
+
 def all_roads() -> None:
+    biases_outlive_the_modules_that_return_them()
     columns_are_not_sharded_and_the_first_forward_may_be_in_inference_mode()
     collectives_write()
     ranks_that_start_apart_meet()

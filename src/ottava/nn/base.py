@@ -169,6 +169,10 @@ class QuantizedModule(FollowsAutocast, SavesWeights, ParallelModule):
                 "without quantized_model_init, and export that one; its forward quantizes as the recipe says."
             )
 
+    def returned_bias(self, bias: Tensor | None) -> Tensor | None:
+        """The bias, for whoever called the module to add. FSDP may free its memory as soon as the module has returned: then a copy."""
+        return bias.clone() if bias is not None and torch_private.is_fsdp_managed(self) else bias
+
     # ------------------------------------------------------------------------------------------------- delayed-scaling state
 
     @property
