@@ -269,6 +269,11 @@ def fsdp2_groups(module: Any) -> list[tuple[tuple[int, ...], int, torch.dtype | 
     return found
 
 
+def is_fsdp_managed(module: torch.nn.Module) -> bool:
+    """Whether FSDP1 or FSDP2 gathers and frees what the module multiplies by."""
+    return "_is_fsdp_managed_module" in module.__dict__
+
+
 def ddp_hook_dtype(module: Any) -> torch.dtype | None:
     """The type that a communication hook of DistributedDataParallel sums gradients in; None without one that changes it."""
     names = [getattr(hook, "__name__", "") for hook, _ in module._comm_hooks]

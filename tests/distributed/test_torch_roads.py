@@ -201,7 +201,61 @@ def dtensor_inputs_are_refused() -> None:
             module(x)
 
 
+def columns_are_not_sharded_and_the_first_forward_may_be_in_inference_mode() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    for asked in RECIPES:
+        with pytest.raises(ValueError, match=r"cut it into rows only, not by .*: let shard_placement_fn return None"):
+            fully_shard(mlp(asked), mesh=mesh, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
+        for trained in (False, True):  # (torch cannot train what it has first gathered in inference mode)
+            alone, model = mlp(asked), fully_shard(mlp(asked), mesh=mesh)
+            for each in (alone, model) if trained else ():
+                forward(each, asked).sum().backward()
+            with torch.inference_mode():
+                assert torch.equal(forward(model, asked), forward(alone, asked)), type(asked).__name__
+        forward(model, asked).sum().backward()
+
+
+def biases_outlive_the_modules_that_return_them() -> None:
+    """A layer adds the biases of its attention and its MLP, whose gathered memory FSDP has freed by then."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    mesh, asked = init_device_mesh("cpu", (2,)), recipe.Float8CurrentScaling()
+
+    def layer() -> Any:
+        torch.manual_seed(0)
+        made = ottava.TransformerLayer(64, 64, 4, hidden_dropout=0.0, attention_dropout=0.0, device="cpu")
+        for name, parameter in made.named_parameters():
+            if name.endswith("bias"):
+                nn.init.normal_(parameter)
+        return made
+
+    alone, parts = layer(), layer()
+    for part in (parts.self_attention, parts.layernorm_mlp, parts):
+        fully_shard(part, mesh=mesh)
+    policy = ModuleWrapPolicy({ottava.MultiheadAttention, ottava.LayerNormMLP})
+    flat = FullyShardedDataParallel(
+        layer(), auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
+    )
+    x = torch.randn(16, 2, 64, generator=torch.Generator().manual_seed(1))
+    outputs = []
+    for model in (alone, parts, flat):
+        with ottava.autocast(recipe=asked):
+            outputs.append(model(x))
+        outputs[-1].square().mean().backward()
+        assert torch.equal(outputs[-1], outputs[0]), type(model).__name__
+    for (name, wanted), found in zip(alone.named_parameters(), parts.parameters(), strict=True):
+        assert torch.allclose(found.grad.full_tensor(), wanted.grad, rtol=1e-4, atol=1e-7), name
+
+
 def all_roads() -> None:
+    biases_outlive_the_modules_that_return_them()
+    columns_are_not_sharded_and_the_first_forward_may_be_in_inference_mode()
     collectives_write()
     ranks_that_start_apart_meet()
     dtensor_inputs_are_refused()
@@ -210,3 +264,25 @@ def all_roads() -> None:
 def test_collectives_ddp_and_sharded_optimizers_reach_the_bytes_of_stored_weights() -> None:
     with Ranks(2) as ranks:
         ranks.run(all_roads, timeout=200)
+
+
+# -------------------------------------------------------------------------------------------------------------- four ranks
+
+
+def other_shards_after_forward_are_refused() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (4,))
+    for asked in RECIPES:
+        with pytest.raises(ValueError, match=r"into 4 shards.*reshard_after_forward=True or False"):
+            fully_shard(mlp(asked), mesh=mesh, reshard_after_forward=2)
+        model = mlp(asked)
+        for number in (2, 3):  # to look at rows is not to shard them
+            assert len(model.fc2_weight.chunk(number)) == number
+        fully_shard(model, mesh=mesh, reshard_after_forward=False)
+        assert torch.equal(forward(model, asked), forward(mlp(asked), asked))
+
+
+def test_a_number_of_ranks_to_reshard_to_is_refused(four_ranks: Ranks) -> None:
+    four_ranks.run(other_shards_after_forward_are_refused)

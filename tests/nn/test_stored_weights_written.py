@@ -1,5 +1,7 @@
 """What torch's own tools do to weights stored in FP8: write, move, load and share them."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -70,6 +72,70 @@ def test_training_goes_on_after_an_evaluation_in_inference_mode(scaling):
     with torch.inference_mode():
         forward(model, scaling)
     train(model, optimizer, scaling)
+
+
+@pytest.mark.parametrize("scaling", ALL, ids=lambda r: type(r).__name__)
+def test_state_dicts_copies_and_views_in_inference_mode(scaling):
+    model = make(scaling)
+    with torch.inference_mode():
+        twin, state = copy.deepcopy(model), model.state_dict()
+        vector = nn.utils.parameters_to_vector(model.parameters())
+        assert torch.equal(model.fc2_weight.t(), model.fc2_weight.dequantize().t())
+        assert torch.equal(forward(twin, scaling), forward(model, scaling))
+    assert torch.equal(vector, nn.utils.parameters_to_vector(model.parameters()))
+    other = make(scaling, seed=1)
+    other.load_state_dict(state)
+    for each in (model, other):
+        train(each, torch.optim.SGD(each.parameters(), lr=0.1), scaling)
+    assert torch.equal(model.fc2_weight, other.fc2_weight)
+
+
+VIEWS = {
+    "row": lambda w: w[0],
+    "column": lambda w: w[:, 3],
+    "columns": lambda w: w[:, :32],
+    "rows": lambda w: w[:64],
+    "flat": lambda w: w.view(-1),
+    "reshape": lambda w: w.reshape(64, -1),
+    "transpose": lambda w: w.t(),
+    "diagonal": lambda w: w.diagonal(),
+    "view of a view": lambda w: w.t()[3].view(2, -1),
+    "unbind": lambda w: w.unbind(0)[1],
+    "chunk of data": lambda w: w.data.chunk(2, dim=1)[0],
+}
+
+
+@pytest.mark.parametrize("scaling", ALL, ids=lambda r: type(r).__name__)
+def test_a_write_into_a_view_of_stored_values_raises(scaling):
+    """They are copies: the weight would stay as it is."""
+    model = make(scaling)
+    weight, values = model.fc2_weight, model.fc2_weight.dequantize().detach()
+    with torch.no_grad():
+        for name, view in VIEWS.items():
+            seen = view(weight)
+            assert torch.equal(seen, view(values)), name
+            assert seen.tolist() == view(values).tolist()
+            for write in (lambda t: t.mul_(3.0), lambda t: t.copy_(torch.zeros(t.shape)), lambda t: t.add_(1, alpha=2)):
+                with pytest.raises(ValueError, match=r"copy_\(\)"):
+                    write(seen)
+        weight.t().clone().mul_(3.0)  # a copy that says so
+    assert torch.equal(weight, values)
+
+
+@pytest.mark.parametrize("scaling", ALL, ids=lambda r: type(r).__name__)
+def test_plain_values_in_the_place_of_one_part_are_multiplied_with_the_other(scaling):
+    model, gate = make(scaling), make(scaling, seed=1, stored=False).fc1_gate_weight
+    tokens = torch.randn(32, 128, generator=torch.Generator().manual_seed(1))
+    plain = make(scaling, stored=False)
+    plain.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        plain.fc1_gate_weight.copy_(gate)
+    with ottava.autocast(recipe=scaling):
+        found = torch.func.functional_call(model, {"fc1_gate_weight": gate}, (tokens,))
+    assert torch.equal(found, forward(plain, scaling))
+    nn.utils.parametrizations.weight_norm(model, "fc1_up_weight")
+    forward(model, scaling).sum().backward()
+    assert model.parametrizations.fc1_up_weight.original1.grad.abs().max() > 0
 
 
 def test_values_that_are_assigned_to_data_are_stored():

@@ -56,6 +56,7 @@ def test_fsdp2_groups_and_their_sums() -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
         model = fully_shard(torch.nn.Linear(4, 4), mesh=mesh, mp_policy=policy)
+        assert torch_private.is_fsdp_managed(model) and not torch_private.is_fsdp_managed(torch.nn.Linear(4, 4))
         assert torch_private.fsdp2_groups(model) == [((0, 1), 2, torch.bfloat16)]
         with torch_private.around_reduce_scatter(model, see):
             model(torch.ones(1, 4)).sum().backward()

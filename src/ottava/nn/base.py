@@ -157,8 +157,9 @@ class QuantizedModule(FollowsAutocast, SavesWeights, ParallelModule):
             self._refuse_export(names[0], tensors[0])
         if one_matrix(tensors) or (not traced and link_copies(tensors)):
             return as_one_matrix(tensors)
-        if all(isinstance(t, QuantizedTensor) and t.stored_quantized for t in tensors):
-            return torch.cat([t.dequantize() for t in tensors])  # somebody has put parts of several matrices together
+        if any(map(_is_stored, tensors)):
+            # Somebody has put parts of several matrices together, or values in the place of one.
+            return torch.cat([t.dequantize() if _is_stored(t) else t for t in tensors])
         return torch.cat(tensors) if traced else _join(tensors)
 
     def _refuse_export(self, name: str, weight: Any) -> None:
@@ -167,6 +168,10 @@ class QuantizedModule(FollowsAutocast, SavesWeights, ParallelModule):
                 f"{self.describe(name)} is stored in FP8, which torch.export cannot hold: load the state dict into a module that is made "
                 "without quantized_model_init, and export that one; its forward quantizes as the recipe says."
             )
+
+    def returned_bias(self, bias: Tensor | None) -> Tensor | None:
+        """The bias, for whoever called the module to add. FSDP may free its memory as soon as the module has returned: then a copy."""
+        return bias.clone() if bias is not None and torch_private.is_fsdp_managed(self) else bias
 
     # ------------------------------------------------------------------------------------------------- delayed-scaling state
 
@@ -508,6 +513,10 @@ class _JoinAdjacent(torch.autograd.Function):
 
 
 _BARE_JOIN = torch_private.bare_apply(_JoinAdjacent)
+
+
+def _is_stored(tensor: Any) -> bool:
+    return isinstance(tensor, QuantizedTensor) and tensor.stored_quantized
 
 
 def _is_plain(parameter: Any) -> bool:

@@ -145,7 +145,7 @@ class GroupedLinear(QuantizedModule):
         splits = tuple(m_splits) if self.num_gemms > 1 else None
         y = run_chain(chain, rows, tensors, self.state(scale), accumulators, splits)
         y = y.reshape(self.output_shape(x.shape, self.out_features))
-        return (y, biases) if self.return_bias else y
+        return (y, [self.returned_bias(bias) for bias in biases]) if self.return_bias else y
 
     def extra_repr(self) -> str:
         """Shown when a model is printed."""

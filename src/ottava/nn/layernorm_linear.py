@@ -170,7 +170,7 @@ class LayerNormLinear(QuantizedModule):
         y, *more = out if isinstance(out, tuple) else (out,)
         result: tuple[Any, ...] = (y.reshape(self.output_shape(x.shape, self.out_features)),)
         if self.return_bias:
-            result += (bias,)
+            result += (self.returned_bias(bias),)
         if self.return_layernorm_output:
             gathered = self.return_layernorm_output_gathered
             result += (more[0].reshape(self.output_shape(x.shape, self.in_features) if gathered else x.shape),)

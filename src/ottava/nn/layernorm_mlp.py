@@ -217,7 +217,7 @@ class LayerNormMLP(QuantizedModule):
         y, *more = out if isinstance(out, tuple) else (out,)
         result: tuple[Any, ...] = (torch_private.reshaped(y, x.shape),)
         if self.return_bias:
-            result += (bias,)
+            result += (self.returned_bias(bias),)
         if self.return_layernorm_output:
             gathered = self.return_layernorm_output_gathered
             result += (more[0].reshape(self.output_shape(x.shape, self.hidden_size) if gathered else x.shape),)

@@ -149,7 +149,7 @@ class Linear(QuantizedModule):
         )
         alone = strategy is ALONE
         y = y.reshape((*x.shape[:-1], self.out_features) if alone else self.output_shape(x.shape, self.out_features))
-        return (y, bias) if self.return_bias else y
+        return (y, self.returned_bias(bias)) if self.return_bias else y
 
     def extra_repr(self) -> str:
         """Shown when a model is printed."""

@@ -161,7 +161,18 @@ class WeightModule(nn.Module):
             weight = held(value)
             if isinstance(weight, Weight) and weight.stored_quantized:
                 self._bind(weight.memory, value)
+            elif name in own["_parameters"]:
+                self._refuse_columns(name, value)
         super().__setattr__(name, value)
+
+    def _refuse_columns(self, name: str, value: Any) -> None:
+        """`fully_shard` has put values in the place of a stored weight, which can be cut into rows alone."""
+        cut = [placement for placement in value.placements if placement.is_shard() and placement.dim != 0]
+        if cut and isinstance(held(self._parameters[name]), Weight):
+            raise ValueError(
+                f"{self.describe(name)} is stored in FP8, and FSDP can cut it into rows only, not by {cut[0]}: let shard_placement_fn "
+                "return None for weights that quantized_model_init has made."
+            )
 
     @torch.no_grad()
     def _assign_parts(self, names: list[str], value: Tensor) -> None:

@@ -12,6 +12,7 @@ detaching, cloning, flattening for torch.compile, slicing, printing) is written 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -181,6 +182,10 @@ class QuantizedTensor(torch.Tensor):
             "A part of a QuantizedTensor cannot be assigned: change a high-precision copy and copy_() it in whole."
         )
 
+    def tolist(self) -> Any:
+        """The values. (torch has none of a subclass.)"""
+        return self.dequantize().tolist()
+
     def nan_count(self) -> int:
         """How many elements are NaN (8-bit formats; E2M1 has no NaN and counts block scales instead)."""
         direction = "rowwise" if "rowwise_data" in self._parts else "columnwise"
@@ -233,7 +238,7 @@ class QuantizedTensor(torch.Tensor):
     @classmethod
     def _by_values(cls, func: Any, args: tuple, kwargs: dict) -> Any:
         """The op on dequantized values; raises if it would write into a quantized tensor."""
-        if _writes_quantized(func, args, kwargs):
+        if any(isinstance(t, QuantizedTensor) for t in written_arguments(func, args, kwargs)):
             raise ValueError(
                 f"{func} would write into a QuantizedTensor, whose value changes only through copy_(): "
                 "update a high-precision master and copy it in (ottava.optimizers.FusedAdam does), or dequantize() first."
@@ -246,18 +251,29 @@ class QuantizedTensor(torch.Tensor):
         return QuantizedTensor(parts, self.scheme, self.shape, dtype or self.dtype)
 
 
-def _writes_quantized(func: Any, args: tuple, kwargs: dict) -> bool:
-    """Whether the op would write into an argument that is a QuantizedTensor (or a list with one)."""
-    if not func._schema.is_mutable:
-        return False
+def written_arguments(func: Any, args: tuple, kwargs: dict) -> list[Any]:
+    """What an op writes into, of its arguments and of the lists among them."""
+    found: list[Any] = []
+    if not (func._schema.is_mutable or func.namespace == "c10d"):
+        return found
     for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[i] if i < len(args) else kwargs.get(argument.name)
-        written = value if isinstance(value, list | tuple) else [value]
-        if any(isinstance(v, QuantizedTensor) for v in written):
-            return True
-    return False
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        if written or _receives(func, argument.name):
+            found += torch_private.tree_flatten(args[i] if i < len(args) else kwargs.get(argument.name))[0]
+    return found
+
+
+def _receives(func: Any, argument: str) -> bool:
+    """Collectives write without saying so in their schema."""
+    tensors = argument == "tensors" and func is not torch.ops.c10d.send.default
+    return func.namespace == "c10d" and (tensors or argument.startswith("output"))
+
+
+@functools.cache
+def makes_views(func: Any) -> bool:
+    """Whether what an op returns is memory of what it is given."""
+    returned = [r.alias_info for r in func._schema.returns]
+    return any(info is not None and not info.is_write for info in returned)
 
 
 class _Dequantize(torch.autograd.Function):

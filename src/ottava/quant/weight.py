@@ -11,6 +11,7 @@ What it is made of, a file each; imports point up this list, and `weight_parts` 
     weight_gather     what FSDP2's all-gather sends, and what is made of what it brings
     weight_views      ops that make another weight of it
     weight_writes     ops that write into it
+    read_only         what other views of its values are
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from torch import Tensor
 
 from ottava import torch_private
 from ottava.quant import weight_views, weight_writes
+from ottava.quant.read_only import read_only
 from ottava.quant.scale_group import ScaleGroup
 from ottava.quant.scheme import Scheme
-from ottava.quant.tensor import QuantizedTensor
+from ottava.quant.tensor import QuantizedTensor, makes_views
 from ottava.quant.weight_gather import UNQUANTIZED, GatherState, fill, fill_rows, messages
 from ottava.quant.weight_memory import COLUMNWISE, ROWWISE, TENSOR_NAMES, WeightMemory
 from ottava.quant.weight_operands import quantize_whole, tensors_of, transposed_part, whole_parts
@@ -244,10 +246,6 @@ class Weight(QuantizedTensor):
             super().__setitem__(index, value)
         torch.Tensor.__setitem__(self, index, value)
 
-    def tolist(self) -> Any:
-        """The values. (torch has none of a subclass, and a row of a weight with a master is one.)"""
-        return self.dequantize().tolist()
-
     def __getattr__(self, name: str) -> Any:
         memory = self.__dict__["_cell"].memory if "_cell" in self.__dict__ else None
         if memory is not None and name in TENSOR_NAMES and self.master is None:
@@ -340,23 +338,28 @@ class Weight(QuantizedTensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
+        first = args[0] if args else None
+        if torch.is_inference_mode_enabled() and makes_views(func) and not first.is_inference():  # type: ignore[union-attr]
+            # A view of an ordinary tensor is an ordinary tensor, which inference mode makes none of.
+            with torch.inference_mode(False), torch.no_grad():
+                return cls._dispatch(func, first, args, kwargs)
+        return cls._dispatch(func, first, args, kwargs)
+
+    @classmethod
+    def _dispatch(cls, func: Any, first: Any, args: tuple, kwargs: dict) -> Any:
         handler = _HANDLERS.get(func)
-        if handler is not None and isinstance(args[0], cls):
+        if handler is not None and isinstance(first, cls):
             result = handler(func, *args, **kwargs)
             if result is not NotImplemented:
                 return result
         if func._schema.is_mutable or func.namespace == "c10d":
             return write(cls, func, args, kwargs)
-        first = args[0] if args else None
-        if (
-            isinstance(first, cls)
-            and first.master is not None
-            and first.state is not State.GATHERED
-            and weight_views.makes_views(func)
-        ):
+        viewed = isinstance(first, cls) and makes_views(func)
+        if viewed and first.master is not None and first.state is not State.GATHERED:
             return weight_views.master_views(func, first, args[1:], kwargs)
         args, kwargs = torch_private.map_instances(QuantizedTensor, lambda q: q._values(), (args, kwargs))
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        return read_only(func, result, first.memory.name) if viewed and first.master is None else result
 
 
 def gradient_dtype(weight: Tensor) -> torch.dtype:

@@ -7,6 +7,7 @@ rank has ([Note: extent of scales]). What all parameters of the matrix share, it
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -80,6 +81,8 @@ class WeightMemory:
         """Ranks among which FSDP shares the unit."""
         self.weight_group: Any = None
         """All ranks that hold a part of the parameter, where somebody has said so; else the two above, one after the other."""
+        self.shards: weakref.WeakSet[WeightMemory] = weakref.WeakSet()
+        """What FSDP has cut from it."""
         self.device_type: str | None = None
         """Where collectives run, if not where the values are (CPU offload)."""
         self.gather_dtype: torch.dtype | None = None

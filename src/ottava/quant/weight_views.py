@@ -6,7 +6,6 @@ dequantized values. All lie below `Weight`, which is the type of what they are g
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -58,13 +57,6 @@ def slice_rows(
     return weight._like((len(range(*slice(start, end).indices(weight.shape[0]))), weight.shape[1]))
 
 
-@functools.cache
-def makes_views(func: Any) -> bool:
-    """Whether what the op returns is memory of what it is given."""
-    returned = [r.alias_info for r in func._schema.returns]
-    return any(info is not None and not info.is_write for info in returned)
-
-
 def master_views(func: Any, weight: Weight, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Views of a master (a row, the transpose) know whose they are. Below autograd a view has a version of its own, so a write through
     a plain one would leave bytes that nobody knows to be old."""
@@ -79,6 +71,7 @@ def split(func: Any, weight: Weight, size: int, dim: int = 0) -> Any:
         return NotImplemented
     rows = weight.shape[0]
     starts = range(0, rows, size) if size else range(1)
+    _refuse_other_shards(weight, size)
 
     def shard(start: int) -> Weight:
         stop = min(start + size, rows)
@@ -88,6 +81,16 @@ def split(func: Any, weight: Weight, size: int, dim: int = 0) -> Any:
         return type(weight)(cell, State.SHARD, shape, weight.dtype, weight.device, master)
 
     return [shard(start) for start in starts]
+
+
+def _refuse_other_shards(weight: Weight, size: int) -> None:
+    """torch cuts a parameter a second time where ranks are to keep other rows after forward. (Who else cuts a weight binds no shard.)"""
+    for shard in weight.memory.shards:
+        if shard.shard_groups and shard.place.padded != size:
+            raise ValueError(
+                f"{shard.name} is stored in FP8 and FSDP has cut it into {shard.place.world} shards: torch cannot cut gathered bytes into "
+                f"other shards, of {size} rows, after forward. Give fully_shard reshard_after_forward=True or False, not a number of ranks."
+            )
 
 
 def new_zeros(func: Any, weight: Weight, size: Any, *, dtype: Any = None, device: Any = None, **unused: Any) -> Any:
@@ -115,7 +118,9 @@ def _can_be_cut(weight: Weight) -> bool:
 def _shard_memory(weight: Weight, start: int, stop: int, padded: int) -> WeightMemory:
     """That of rows [start, stop), with room for `padded`."""
     place = weight.memory.place.shard(start, stop, padded)
-    return weight.memory.part(place, ("shard", place.world, start // max(padded, 1) if stop > start else "empty"))
+    made = weight.memory.part(place, ("shard", place.world, start // max(padded, 1) if stop > start else "empty"))
+    weight.memory.shards.add(made)
+    return made
 
 
 def to_copy(func: Any, weight: Weight, *, dtype: Any = None, device: Any = None, **options: Any) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ottava import torch_private
 from ottava.notices import warn_once
-from ottava.quant.tensor import QuantizedTensor
+from ottava.quant.tensor import QuantizedTensor, written_arguments
 from ottava.quant.weight_memory import WeightMemory
 from ottava.quant.weight_operands import take_buffers
 from ottava.quant.weight_place import Extent
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def write(kind: type[Weight], func: Any, args: tuple, kwargs: dict) -> Any:
     """Any op that writes, with what it returns; kind: `Weight`."""
-    targets = _written(kind, func, args, kwargs)
+    targets = [w for w in written_arguments(func, args, kwargs) if isinstance(w, kind)]
     values = {id(w): w._values() for w in targets}
 
     def plain(q: Any) -> Tensor:
@@ -46,24 +46,6 @@ def write(kind: type[Weight], func: Any, args: tuple, kwargs: dict) -> Any:
         weight.memory.made_from = {}
     back = {id(values[id(w)]): w for w in targets}
     return torch_private.map_instances(Tensor, lambda t: back.get(id(t), t), result)
-
-
-def _written(kind: type[Weight], func: Any, args: tuple, kwargs: dict) -> list[Weight]:
-    """The weights that the op would write into."""
-    found: list[Weight] = []
-    for i, argument in enumerate(func._schema.arguments):
-        written = argument.alias_info is not None and argument.alias_info.is_write
-        if not (written or _receives(func, argument.name)):
-            continue
-        value = args[i] if i < len(args) else kwargs.get(argument.name)
-        found += [v for v in torch_private.tree_flatten(value)[0] if isinstance(v, kind)]
-    return found
-
-
-def _receives(func: Any, argument: str) -> bool:
-    """Collectives write without saying so in their schema."""
-    tensors = argument == "tensors" and func is not torch.ops.c10d.send.default
-    return func.namespace == "c10d" and (tensors or argument.startswith("output"))
 
 
 def mark_written(weights: Sequence[Weight]) -> None:
