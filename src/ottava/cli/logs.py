@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
+
+from ottava.cli.streams import refuse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,6 +23,5 @@ def _logs(options: argparse.Namespace) -> int:
     try:
         print(shown(as_text(options.folder, options.rank, options.lines)))
     except (ValueError, OSError) as error:
-        print(f"ottava logs: {error}", file=sys.stderr)
-        return 2
+        return refuse("ottava logs", error)
     return 0

@@ -12,8 +12,8 @@ from typing import Any
 from ottava.detect.exposed import SHARE
 from ottava.doctor.run_logs import LONGEST, first_error
 from ottava.train.communication import GATHER_EVERY
-from ottava.train.metrics import FILE, read_metrics
-from ottava.train.report_input import is_number, plain_config, plain_steps, readable
+from ottava.train.metrics import FILE, is_number, read_metrics
+from ottava.train.report_input import plain_config, plain_steps, readable
 from ottava.train.run_folder import CONFIG_FILE, SUMMARY_FILE
 from ottava.train.summary import table
 from ottava.untrusted.files import read_json, read_tail, read_toml

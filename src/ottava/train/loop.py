@@ -16,6 +16,7 @@ import torch
 from ottava.distributed.gradients import gradient_sync
 from ottava.distributed.waits import comm_wait_hook
 from ottava.guard.finding import Finding
+from ottava.notices import warn_once
 from ottava.overlap import measuring
 from ottava.train import exits, run_folder
 from ottava.train.clock import Clock, Span
@@ -146,6 +147,7 @@ class Loop:
         self.state = RunState(config, self.model, self.optimizer)
         resources.callback(self.state.checkpoints.close)
         self.watchdog.beat(0, "load")
+        self._lost = 0  # steps that the run had come to, of which nothing is left
         self.done = self._continue() if world.generation else self._resume()
         self.clock, self.health = Clock(world.device), Health(config.health)
         self.fp8 = Fp8Health(config, self.model, world)
@@ -155,6 +157,10 @@ class Loop:
         resources.callback(self.recorder.close)
         if world.generation:
             self.recorder.note(f"restarted in place: {world.cause}")
+        if self._lost:
+            text = f"{self._lost} steps were done, and no checkpoint is left: began again at step 0"
+            warn_once(f"{config.run_folder}: {text}.")
+            self.recorder.note(text)
         self.saves = Saves(config.checkpoint, self.state, self.recorder)
         self._back_at: int | None = None  # the step that the run was last rolled back to
         self._ahead: Step | None = None  # launched, and not judged yet: see `_steps_ahead`
@@ -508,6 +514,7 @@ class Loop:
         """Steps that are done already."""
         loaded = (self.state.load() if self.world.generation else None) or self.state.begin()
         if loaded is None:
+            self._lost = self.world.on_rank0(lambda: run_folder.last_step(self.config.run_folder)) or 0
             return 0
         for rejected in loaded.rejected:
             self.say(f"{rejected.path} cannot be used: {rejected.reason}")
