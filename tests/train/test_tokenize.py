@@ -78,6 +78,7 @@ def test_empty_documents_are_left_out(tmp_path):
     "name, content, message",
     [
         ("a.jsonl", b'{"text": "x"}\n{oops\n', r"a.jsonl, line 2: not JSON"),
+        ("a.jsonl", b'{"text": 3}\n', r"a.jsonl, line 1: the field 'text' is a int, not a text"),
         ("a.jsonl", b'{"body": "x"}\n', r"a.jsonl, line 1: no text in the field 'text'; it has body"),
         ("a.txt", b"\xff\xfe", r"a.txt is not UTF-8"),
         ("a.jsonl", b'{"text": "\xff"}\n', r"a.jsonl is not UTF-8"),

@@ -47,7 +47,7 @@ def _chaos(options: argparse.Namespace) -> int:
             phases = [phase for phase in phases if phase != "evaluation"]
         if not config.checkpoint.every:
             phases = [phase for phase in phases if phase != "save"]
-        if wrong := [ranks for ranks in options.ranks.split(",") if not ranks.isdigit() or not int(ranks)]:
+        if wrong := [ranks for ranks in options.ranks.split(",") if not ranks.isdecimal() or not int(ranks)]:
             raise ValueError(f"--ranks {wrong[0]}: expected numbers of ranks, 1 or more, separated by commas.")
         places = [
             (launcher, int(ranks)) for launcher in options.launcher.split(",") for ranks in options.ranks.split(",")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ottava.bench.options import count
 from ottava.cli.streams import refuse
 
 
@@ -12,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of `ottava logs`."""
     parser.add_argument("folder", metavar="RUN", type=Path, help="folder of the run")
     parser.add_argument("--rank", type=int, help="only of this rank")
-    parser.add_argument("--lines", type=int, default=40, help="lines of each file (default 40)")
+    parser.add_argument("--lines", type=count, default=40, help="lines of each file (default 40)")
     parser.set_defaults(run=_logs)
 
 

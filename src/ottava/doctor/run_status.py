@@ -111,7 +111,7 @@ def run_status(folder: Path, now: float | None = None) -> RunStatus:
     common["error"] = None if found is None else found.last_line
     common |= _checkpoint(folder, now)
     if not lines:
-        return RunStatus(state="starting" if not summary else outcome, **common)
+        return RunStatus(state=outcome if summary else "starting" if found is None else "failed", **common)
     recent, last = lines[-RECENT:], lines[-1]
     usual = _median(recent, "step_s")
     silent = max(now - (folder / FILE).stat().st_mtime, 0.0)

@@ -237,7 +237,9 @@ def _line(path: Path, number: int, line: str, field: str) -> str:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}, line {number}: not JSON ({error}).") from error
-    if not isinstance(record, dict) or not isinstance(record.get(field), str):
+    if isinstance(record, dict) and field in record and not isinstance(record[field], str):
+        raise ValueError(f"{path}, line {number}: the field {field!r} is a {type(record[field]).__name__}, not a text.")
+    if not isinstance(record, dict) or field not in record:
         keys = printable(", ".join(record)) if isinstance(record, dict) else type(record).__name__
         raise ValueError(f"{path}, line {number}: no text in the field {field!r}; it has {keys}.")
     if "\\ud" in line.lower():  # JSON can write half of a character, which is no text
