@@ -127,6 +127,20 @@ def test_a_folder_that_takes_nothing_is_named_and_left_as_it_was(tmp_path, monke
         RunLock(tmp_path / ("x" * 300)).take()
 
 
+def test_a_dead_ones_lock_is_taken_over_on_a_full_disk(tmp_path, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for content in (replace(Holder.myself(), born="1").encode(), b"damaged" * 500):
+        (tmp_path / FILE).write_bytes(content)
+        with monkeypatch.context() as patched:
+            patched.setattr(lock, "STALE_S", 0.1)
+            patched.setattr(lock, "_write_new", full)  # a new file would need room
+            held = RunLock(tmp_path).take()
+        assert read(tmp_path / FILE).pid == os.getpid() and [path.name for path in tmp_path.iterdir()] == [FILE]
+        held.release()
+
+
 def test_whoever_waits_says_so(tmp_path, quick, capfd):
     put(tmp_path, replace(Holder.myself(), machine="another", host="node\x1b[2J"))
     RunLock(tmp_path).take().release()

@@ -92,6 +92,32 @@ def test_lines_at_the_end_are_dropped_on_a_full_disk_too(tmp_path, monkeypatch):
     keep_before(path, 3)
 
 
+def test_lines_that_a_full_disk_does_not_take_count_all_the_same(tmp_path):
+    class Full:
+        """Takes 10 bytes more."""
+
+        def __init__(self, file) -> None:
+            self.file, self.left, self.close = file, 10, file.close
+
+        def write(self, data: bytes) -> int:
+            if not self.left:
+                raise OSError(28, "No space left on device")
+            taken, self.left = self.file.write(data[: self.left]), 0
+            return taken
+
+    metrics = Metrics(tmp_path)
+    metrics.record(step(1))
+    metrics._file = Full(metrics._file)
+    for n in (2, 3, 4):
+        metrics.record(step(n))
+    assert [line["step"] for line in read_metrics(metrics.path)] == [1]
+    assert [line["step"] for line in metrics.lines()] == [1, 2, 3, 4]
+    metrics.rewind(4)  # to a checkpoint of step 3; the disk has room again
+    metrics.record(step(4, attempt=1))
+    metrics.close()
+    assert [(line["step"], line["attempt"]) for line in read_metrics(metrics.path)] == [(1, 0), (2, 0), (3, 0), (4, 1)]
+
+
 def test_what_is_no_file_is_not_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe"):

@@ -96,8 +96,8 @@ class RunLock:
             ) from error
         mine = Holder.myself()
         try:
-            while not self._create(mine):
-                self._judge()
+            while not self._create(mine, self._judge()):
+                pass
         except OSError as error:
             raise ValueError(
                 f"train.run is {self.folder}, which cannot be written to ({error.strerror}): make room or give leave, or choose another "
@@ -116,10 +116,13 @@ class RunLock:
             with suppress(OSError):
                 self.path.unlink()
 
-    def _create(self, mine: Holder) -> bool:
-        """Whether the file is ours now; False: there is one."""
-        draft = self.path.with_name(f".{FILE}-{mine.token}")
-        _write_new(draft, mine.encode())
+    def _create(self, mine: Holder, stale: Path | None) -> bool:
+        """Whether the file is ours now; False: there is one. stale: what is left of another's, which takes no more space on a full disk."""
+        draft = stale or self.path.with_name(f".{FILE}-{mine.token}")
+        if stale is None:
+            _write_new(draft, mine.encode())
+        else:
+            _write_over(draft, mine.encode())
         try:
             os.link(draft, self.path)
             return True
@@ -134,25 +137,23 @@ class RunLock:
         finally:
             draft.unlink()
 
-    def _judge(self) -> None:
-        """Returns when the present lock is gone or was removed as stale; ValueError with its holder otherwise."""
+    def _judge(self) -> Path | None:
+        """Returns when there is no lock, or none any more: with what is left of a stale one. ValueError with its holder otherwise."""
         holder, beats, since = read(self.path), 0, time.monotonic()
         before, told = holder, False
         while holder is not None or os.path.lexists(self.path):
             if holder is not None and holder.machine == machine() != "":
                 if not holder.dead():
                     raise self._refusal(holder)
-                self._remove(holder)
-                return
+                return self._remove(holder)
             if holder != before:
                 before, beats, since = holder, beats + 1, time.monotonic()
             if holder is not None and beats >= LIVING_BEATS:
                 raise self._refusal(holder)
-            if holder is None and os.path.lexists(self.path) and not _is_plain(self.path):
+            if holder is None and not _is_plain(self.path):
                 raise ValueError(f"{self.path} is no lock that a run has made: look at what it is, and remove it.")
             if time.monotonic() - since > STALE_S:
-                self._remove(holder)
-                return
+                return self._remove(holder)
             if not told:
                 told = True
                 what = f"in use by {holder}" if holder is not None else f"locked, and {self.path} cannot be understood"
@@ -161,6 +162,7 @@ class RunLock:
                 )
             time.sleep(min(RENEW_S, STALE_S) / 5)
             holder = read(self.path)
+        return None
 
     def _refusal(self, holder: Holder) -> ValueError:
         return ValueError(
@@ -168,19 +170,24 @@ class RunLock:
             f"(If it is certain that it does not run any more: remove {self.path}.)"
         )
 
-    def _remove(self, stale: Holder | None) -> None:
-        """Of several who find it stale one moves it away; what that one finds in its hands must be what was judged."""
+    def _remove(self, stale: Holder | None) -> Path | None:
+        """Where the stale lock is now. Of several who find it stale one moves it away; what that one finds in its hands must be what was
+        judged."""
         aside = self.path.with_name(f".{FILE}-stale-{secrets.token_hex(4)}")
-        with suppress(FileNotFoundError):
+        try:
             os.rename(self.path, aside)
-            found = read(aside)
-            if found is not None and (stale is None or found.token != stale.token):
-                with suppress(OSError):
-                    os.link(aside, self.path)  # another was quicker, and this is its new one
+        except FileNotFoundError:
+            return None
+        found = read(aside)
+        if found is not None and (stale is None or found.token != stale.token):
+            with suppress(OSError):
+                os.link(aside, self.path)  # another was quicker, and this is its new one
             aside.unlink()
-            tell(
-                f"ottava train: took over {self.folder} from {stale or 'an unreadable lock'}, which does not run any more."
-            )
+            return None
+        tell(
+            f"ottava train: took over {self.folder} from {stale or 'an unreadable lock'}, which does not run any more."
+        )
+        return aside
 
     def _renew(self) -> None:
         while not self._over.wait(RENEW_S):
@@ -252,6 +259,13 @@ def _is_plain(path: Path) -> bool:
         return stat.S_ISREG(path.lstat().st_mode)
     except FileNotFoundError:
         return True
+
+
+def _write_over(path: Path, content: bytes) -> None:
+    with path.open("r+b", buffering=0) as file:
+        file.write(content)
+        file.truncate()
+        os.fsync(file.fileno())
 
 
 def _write_new(path: Path, content: bytes) -> None:

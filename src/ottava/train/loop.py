@@ -31,7 +31,6 @@ from ottava.train.gates import judge
 from ottava.train.health import Health
 from ottava.train.inputs import open_data, open_tokenizer
 from ottava.train.lasting import Lasting
-from ottava.train.metrics import read_metrics
 from ottava.train.microbatch_graph import microbatch_graphs
 from ottava.train.model import DistributedModel
 from ottava.train.numbers import NumberGuard
@@ -543,7 +542,7 @@ class Loop:
         self.recorder.write()
         self.fp8.write()
         if self.world.leads:
-            lines = list(read_metrics(self.recorder.path)) if self.recorder.path.is_file() else []
+            lines = self.recorder.lines()
             gates = judge(self.config.gate, lines) if code == exits.DONE else []
             failed = not all(gate.passed for gate in gates)
             outcome = exits.OUTCOMES[exits.GATE_FAILED if failed else code]

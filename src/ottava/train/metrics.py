@@ -128,7 +128,9 @@ class Metrics:
         self.newest: StepMetrics | None = None
         """The line that was recorded last."""
         self._unwritten = b""
-        """Lines that the disk has not taken yet."""
+        """What the disk has not taken yet: lines, the first of which may be there in part."""
+        self._waiting: list[StepMetrics] = []
+        """The same, as they were recorded."""
         run.mkdir(parents=True, exist_ok=True)
         keep_before(self.path, first_step)
         self._file = open_to_append_bytes(self.path)
@@ -137,6 +139,7 @@ class Metrics:
         """One step. The line is in the file when this returns, so that it outlives a killed process; or it is tried with the next."""
         self.newest = metrics
         self._unwritten += (metrics.line() + "\n").encode()
+        self._waiting.append(metrics)
         self._write()
         for sink in list(self.sinks):
             self._tell(sink, lambda: sink.record(metrics))  # noqa: B023
@@ -145,6 +148,7 @@ class Metrics:
         try:
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+            self._waiting = []
         except OSError as error:
             warn_once(
                 f"{self.path} cannot be written: {error.strerror}. Its lines are kept and written when they can be."
@@ -159,11 +163,22 @@ class Metrics:
             warn_once(f"ottava train: {name} failed and is left out from now on: {type(error).__name__}: {error}")
             self.sinks.remove(sink)
 
+    def lines(self) -> list[dict[str, Any]]:
+        """Of all steps, also those that the disk has not taken."""
+        waiting = [json.loads(metrics.line()) for metrics in self._waiting]
+        first = waiting[0]["step"] if waiting else math.inf
+        return [line for line in read_metrics(self.path) if line["step"] < first] + waiting
+
     def rewind(self, first_step: int) -> None:
         """The step that comes next is `first_step` (again): later lines are dropped."""
         self._write()
         self._file.close()
-        keep_before(self.path, first_step)
+        keep_before(self.path, first_step)  # and the part of a line that a full disk took
+        there = {line["step"] for line in read_metrics(self.path)}
+        self._waiting = [
+            metrics for metrics in self._waiting if metrics.step < first_step and metrics.step not in there
+        ]
+        self._unwritten = "".join(f"{metrics.line()}\n" for metrics in self._waiting).encode()
         self._file = open_to_append_bytes(self.path)
 
     def close(self) -> None:
