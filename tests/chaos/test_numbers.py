@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
 from torch import nn
 
-from ottava.chaos.numbers import at_gradient, at_output, flip_bit, module_named, poison
+import ottava
+from ottava import recipe
+from ottava.chaos.numbers import at_gradient, at_output, flip_bit, memory_of, module_named, poison
+from ottava.chaos.strike import _flip_high_bit
 
 
 @pytest.mark.parametrize("dtype, top", [(torch.float32, 31), (torch.bfloat16, 15), (torch.float64, 63)])
@@ -32,6 +36,23 @@ def test_bytes_can_be_flipped_and_places_that_are_not_there_are_refused():
             flip_bit(x, index, bit)
     with pytest.raises(ValueError, match="element 4 of a tensor of 4"):
         poison(x, 1.0, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, None])
+def test_a_high_bit_of_any_weight_flips_as_hardware_does_it(dtype):
+    """None: of a weight that is stored as bytes, which notices what is written to it by hand."""
+    if dtype is None:
+        with ottava.quantized_model_init(recipe=recipe.Float8CurrentScaling()):
+            weight = ottava.Linear(32, 32, device="cpu").weight
+        with pytest.raises(ValueError, match="stored in FP8 has bytes"):
+            poison(weight, math.nan)
+    else:
+        weight = torch.randn(8, 8).to(dtype)
+    for seed in range(20):
+        before = memory_of(weight).view(torch.uint8).clone()
+        _flip_high_bit(weight, random.Random(seed))
+        changed = before ^ memory_of(weight).view(torch.uint8)
+        assert int((changed != 0).sum()) == 1 and int(changed.max()).bit_count() == 1
 
 
 def test_hooks_change_what_passes_a_module_by_its_name():

@@ -42,6 +42,10 @@ def test_what_cannot_be_drawn_is_said():
         draw(["sigkill"], 1, 0, 2, 40, phases=["save", "sleep"])
     with pytest.raises(ValueError, match="None of the faults nan can come"):
         draw(["nan"], 1, 0, 2, 40, phases=["save"])
+    with pytest.raises(ValueError, match=r"train.steps \(5\) must be 6 or more, or --per-run smaller"):
+        draw(["sigkill"], 4, 0, 2, steps=5)
+    for steps in range(6, 40):
+        assert all(fault.step < steps for run in draw(["sigkill"], 8, 0, 2, steps) for fault in run)
 
 
 def test_a_fault_strikes_once_in_its_rank_and_after_the_one_before(tmp_path, monkeypatch):

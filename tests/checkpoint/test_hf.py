@@ -220,3 +220,7 @@ def test_a_strangers_file_is_not_believed(tmp_path: Path) -> None:
         write({"w": entry}, b"1234")
         with pytest.raises(ValueError, match="the entry of 'w'"):
             File(path)
+    write({"w": {"dtype": "F32", "shape": [1 << 28], "data_offsets": [0, 1 << 30]}})
+    os.truncate(path, path.stat().st_size + (1 << 30))  # a kilobyte on the disk, a gigabyte in memory
+    with pytest.raises(ValueError, match=r"x.safetensors: of its \d+ bytes \d+ are there, the rest are holes"):
+        File(path)

@@ -59,6 +59,9 @@ def test_a_run_that_has_ended_or_fallen_silent(tmp_path) -> None:
 def test_a_run_that_has_not_stepped_yet(tmp_path) -> None:
     (tmp_path / "config.toml").write_text("[train]\nsteps = 5\n")
     assert run_status(tmp_path, NOW).state == "starting"
+    (tmp_path / "error-rank-0.txt").write_text("Traceback (most recent call last):\nValueError: no such file\n")
+    found = run_status(tmp_path, NOW)
+    assert found.state == "failed" and found.error == "rank 0: ValueError: no such file"
 
 
 def test_exposed_communication_is_said_in_words(tmp_path) -> None:

@@ -249,6 +249,8 @@ def test_impossible_clusters_are_refused() -> None:
         Cluster.of("h200", 8, link="carrier pigeon")
     with pytest.raises(ValueError, match="emulated and slow"):
         plan_run(preset("llama3-8b"), Cluster.of("a100", 8))
+    with pytest.raises(ValueError, match="--gpus 1,000,000,000 are more than anybody has"):
+        Cluster.of("h200", gpus=10**9)
 
 
 def test_collectives_take_the_slower_link() -> None:

@@ -127,6 +127,7 @@ def test_recipe_and_types():
         ("[data]\nfiles = true\n", "data.files is true, but it takes a list."),
         ("steps = 10\n", "steps stands before all sections: write it below [train]."),
         ('preset = "gpt3"\n', "There is no preset 'gpt3'. Did you mean 'gpt2'?"),
+        (f"[train]\nseed = 0x{'f' * 5000}\n", "train.seed must be at most 4,611,686,018,427,387,904, got more."),
     ],
 )
 def test_mistakes_in_a_file_are_named_with_it(tmp_path, capsys, content, message):
@@ -188,6 +189,10 @@ FUSED = ["--optimizer.name", "fused_adam"]
         (["--parallel.strategy", "ddp", "--parallel.dp-shard", "2"], 'strategy "ddp" shards nothing'),
         (["--train.steps", "0"], "train.steps must be at least 1, got 0"),
         (["--optimizer.betas", "0.9", "1.5"], "optimizer.betas must lie in [0, 1)"),
+        (["--train.seed", "1" + "0" * 30], "train.seed must be at most"),
+        (["--model.pad-vocab-to", "1000000000000"], "model.pad_vocab_to must be at most 1,048,576"),
+        (["--health.watchdog-s", "1e300"], "health.watchdog_s must be at most 1,000,000,000"),
+        (["--train.run", "~nobody-here/x"], "train.run is ~nobody-here/x, but there is no such home folder here"),
     ],
 )
 def test_what_is_impossible_is_exit_2_with_a_reason(capsys, arguments, message):

@@ -15,7 +15,7 @@ from distributed.ranks import Ranks
 from ottava.checkpoint import CheckpointError, Checkpoints
 from ottava.train import exits
 from ottava.train.config import Config
-from ottava.train.run_folder import prepare
+from ottava.train.run_folder import check_same, prepare
 from ottava.train.tokenize import tokenize
 from ottava.train.trust import non_finite
 from train.runs import lines, tiny, token_file
@@ -151,6 +151,18 @@ def test_a_lost_configuration_is_that_of_the_checkpoints(two, whole, damage):
     assert two.run(whole) == exits.DONE and "seed = 1234" in path.read_text()
 
 
+def test_what_the_run_was_is_told_by_its_checkpoints_not_by_a_file_that_was_cut_or_edited(whole):
+    path = whole.run_folder / "config.toml"
+    text = path.read_text()
+    cut, edited = text[: text.index("seed =")], text.replace("seed = 1234", "seed = 7")
+    for content in (cut, edited, 'model = 3\ndata = "x"\n'):
+        path.write_text(content)
+        with pytest.raises(ValueError, match="holds another run: train.seed was 1234, now 7"):
+            check_same(replace(whole, train=replace(whole.train, seed=7)), whole.run_folder)
+        check_same(whole, whole.run_folder)
+    path.write_text(text)
+
+
 def test_a_restart_in_place_prepares_the_folder_that_nobody_prepared(whole):
     none = replace(whole, checkpoint=replace(whole.checkpoint, load="none"))
     with pytest.raises(ValueError, match=r"checkpoint\.load is none"):
@@ -170,6 +182,19 @@ def test_without_any_configuration_it_is_refused_in_plain_words(two, whole, fold
     (config.run_folder / "checkpoints" / "step-00000004").mkdir(parents=True)
     assert two.run(config) == exits.WRONG_USAGE
     assert "config.toml is missing, and no checkpoint has the configuration" in two.said
+
+
+def test_checkpoints_that_are_gone_are_missed(two, folder):
+    config = small(folder, "unmounted", train={"steps": 3})
+    config.run_folder.mkdir()
+    (config.run_folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    checkpoints = config.run_folder / "checkpoints"
+    checkpoints.symlink_to(folder / "nowhere")  # a disk that is not mounted
+    with pytest.raises(ValueError, match="checkpoints is not a folder, or a link that leads nowhere"):
+        prepare(config)
+    checkpoints.unlink()
+    assert two.run(config) == exits.DONE, two.said
+    assert lines(config)[0]["event"] == "2 steps were done, and no checkpoint is left: began again at step 0"
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints alone

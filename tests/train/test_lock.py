@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -102,6 +103,49 @@ def test_a_damaged_lock_is_taken_over_when_nobody_renews_it(tmp_path, quick):
     for content in (b"", b"{" * 5000, b'{"pid": 1}', Holder.myself().encode().replace(b'"pid": ', b'"pid": -1, "x": ')):
         (tmp_path / FILE).write_bytes(content)
         RunLock(tmp_path).take().release()
+
+
+def test_what_no_run_has_made_is_named_at_once(tmp_path):
+    path = tmp_path / FILE
+    for make in (path.mkdir, lambda: path.symlink_to("nowhere"), lambda: os.mkfifo(path)):
+        make()
+        with pytest.raises(ValueError, match="lock is no lock that a run has made"):
+            RunLock(tmp_path).take()
+        path.rmdir() if path.is_dir() else path.unlink()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_takes_nothing_is_named_and_left_as_it_was(tmp_path, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ValueError, match="cannot be written to .No space left on device.: make room"):
+        RunLock(tmp_path).take()
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="which cannot be made .File name too long.: choose another folder"):
+        RunLock(tmp_path / ("x" * 300)).take()
+
+
+def test_a_dead_ones_lock_is_taken_over_on_a_full_disk(tmp_path, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for content in (replace(Holder.myself(), born="1").encode(), b"damaged" * 500):
+        (tmp_path / FILE).write_bytes(content)
+        with monkeypatch.context() as patched:
+            patched.setattr(lock, "STALE_S", 0.1)
+            patched.setattr(lock, "_write_new", full)  # a new file would need room
+            held = RunLock(tmp_path).take()
+        assert read(tmp_path / FILE).pid == os.getpid() and [path.name for path in tmp_path.iterdir()] == [FILE]
+        held.release()
+
+
+def test_whoever_waits_says_so(tmp_path, quick, capfd):
+    put(tmp_path, replace(Holder.myself(), machine="another", host="node\x1b[2J"))
+    RunLock(tmp_path).take().release()
+    said = capfd.readouterr().err
+    assert "is in use by process" in said and "Waiting for 1 s" in said and "\x1b" not in said
 
 
 def test_of_many_who_find_it_stale_one_gets_it(tmp_path):

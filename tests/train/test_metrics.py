@@ -11,7 +11,9 @@ import select
 
 import pytest
 
-from ottava.train.metrics import Metrics, StepMetrics, keep_before, read_metrics
+from ottava.train.metrics import Metrics, StepMetrics, keep_before, read_metrics, write_whole
+from ottava.train.restarts import note_restart
+from ottava.train.run_folder import next_attempt
 from ottava.train.sinks import Console, TensorBoard, WandB, one_line
 
 INTERFACE = {
@@ -66,6 +68,70 @@ def test_a_resumed_run_tells_each_step_once(tmp_path):
     lines = list(read_metrics(tmp_path / "metrics.jsonl"))
     assert [(line["step"], line["attempt"]) for line in lines] == [(1, 0), (2, 0), (3, 0), (4, 1), (5, 1)]
     assert [line["loss"] for line in lines] == [6 / n for n in range(1, 6)]
+
+
+@pytest.mark.parametrize(
+    "wrong", ['"loss": "x"', '"attempt": null', '"attempt": 1e9', '"step_s": []', '"tokens": 1e31']
+)
+def test_a_line_with_something_else_in_the_place_of_a_number_is_damaged(tmp_path, wrong):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, ' + wrong + "}\n")
+    assert [line["step"] for line in read_metrics(path)] == [1]
+    assert next_attempt(tmp_path) == 1 and note_restart(tmp_path, 1, 1) is not None
+
+
+def test_lines_at_the_end_are_dropped_on_a_full_disk_too(tmp_path, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    monkeypatch.setattr("ottava.train.metrics.write_whole", full)
+    keep_before(path, 3)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+    keep_before(path, 3)
+
+
+def test_lines_that_a_full_disk_does_not_take_count_all_the_same(tmp_path):
+    class Full:
+        """Takes 10 bytes more."""
+
+        def __init__(self, file) -> None:
+            self.file, self.left, self.close = file, 10, file.close
+
+        def write(self, data: bytes) -> int:
+            if not self.left:
+                raise OSError(28, "No space left on device")
+            taken, self.left = self.file.write(data[: self.left]), 0
+            return taken
+
+    metrics = Metrics(tmp_path)
+    metrics.record(step(1))
+    metrics._file = Full(metrics._file)
+    for n in (2, 3, 4):
+        metrics.record(step(n))
+    assert [line["step"] for line in read_metrics(metrics.path)] == [1]
+    assert [line["step"] for line in metrics.lines()] == [1, 2, 3, 4]
+    metrics.rewind(4)  # to a checkpoint of step 3; the disk has room again
+    metrics.record(step(4, attempt=1))
+    metrics.close()
+    assert [(line["step"], line["attempt"]) for line in read_metrics(metrics.path)] == [(1, 0), (2, 0), (3, 0), (4, 1)]
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(OSError, match="what is there is no file"):
+            write_whole(path, "x")
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_last_line_without_its_end_gets_one(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}')
+    with Metrics(tmp_path, first_step=3) as metrics:
+        metrics.record(step(3))
+    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3]
 
 
 def test_a_damaged_line_is_set_aside_and_said(tmp_path, caplog):

@@ -40,6 +40,16 @@ def test_a_run_that_was_stopped_on_purpose_has_lost_nothing(tmp_path):
     assert not note_restart(tmp_path, 2, done=12).planned
 
 
+def test_a_summary_that_is_damaged_does_not_keep_a_run_from_going_on(tmp_path):
+    write(tmp_path, 2, ago=0.0)
+    for content in ("[]", '"done"', "{", "[" * 100_000, '{"outcome": 3}'):
+        (tmp_path / "summary.json").write_text(content)
+        assert not note_restart(tmp_path, 1, done=2).planned
+    (tmp_path / "summary.json").unlink()
+    os.mkfifo(tmp_path / "summary.json")
+    assert not note_restart(tmp_path, 1, done=2).planned
+
+
 def test_damaged_lines_are_passed_over(tmp_path):
     (tmp_path / FILE).write_text('{"attempt": 1}\n[]\nnonsense\n')
     assert read_restarts(tmp_path) == [] and read_restarts(tmp_path / "nowhere") == []

@@ -78,9 +78,16 @@ def test_empty_documents_are_left_out(tmp_path):
     "name, content, message",
     [
         ("a.jsonl", b'{"text": "x"}\n{oops\n', r"a.jsonl, line 2: not JSON"),
+        ("a.jsonl", b'{"text": 3}\n', r"a.jsonl, line 1: the field 'text' is a int, not a text"),
         ("a.jsonl", b'{"body": "x"}\n', r"a.jsonl, line 1: no text in the field 'text'; it has body"),
         ("a.txt", b"\xff\xfe", r"a.txt is not UTF-8"),
-        ("a.parquet", b"nothing", r"a.parquet is not a parquet file"),
+        ("a.jsonl", b'{"text": "\xff"}\n', r"a.jsonl is not UTF-8"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', r"a.jsonl, line 1: half of a character"),
+        ("a.jsonl", b"[" * 100_000, r"a.jsonl, line 1: not JSON"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 99)[:-9], r"a.jsonl.gz is not a whole gzip file"),
+        ("a.txt.gz", b"plain", r"a.txt.gz is not a whole gzip file"),
+        ("a.txt.gz", gzip.compress(b"x")[:10] + b"\xff" * 20, r"a.txt.gz is not a whole gzip file"),
+        ("a.parquet", b"nothing", r"a.parquet is not a whole parquet file"),
     ],
 )
 def test_bad_files_are_named(tmp_path, name, content, message):
@@ -131,6 +138,8 @@ def test_nothing_is_destroyed_by_tokenizing(tmp_path, tokenizer_json):
     with pytest.raises(ValueError, match="lies in .*, which is read"):  # a new file would be read while it is written
         tokenize([tmp_path], tmp_path / "new.tokens")
     assert text.read_text() == "abc"
+    with pytest.raises(ValueError, match="/dev/null is not a file: give the token file another name"):
+        tokenize([text], "/dev/null", overwrite=True)
     assert tokenize([text], out).count == 4
     text.write_text("abcdef")
     with pytest.raises(ValueError, match=r"a.tokens exists: give another name, or --overwrite"):

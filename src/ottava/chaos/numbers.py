@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from ottava import torch_private
 from ottava.nn.initialize import WRAPPERS
+from ottava.quant.weight import Weight
+from ottava.quant.weight_memory import ROWWISE
 
 Fault = Callable[[Tensor], None]
 """Changes a plain tensor in place."""
@@ -24,13 +26,16 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """What this rank holds of it, as a plain tensor that shares its memory: of a DTensor the local part.
+    """What this rank holds of it, as a plain tensor that shares its memory: of a DTensor the local part, of a weight that is stored in FP8
+    its bytes.
 
     Writes to it leave no trace that autograd or an FP8 copy of the weight could see, as those of hardware.
     """
     local = torch_private.local_tensor(tensor) if hasattr(tensor, "to_local") else tensor
-    master = getattr(local, "master", None)  # a weight with an FP8 copy: the values that are trained
-    return (local if master is None else master).data
+    if not isinstance(local, Weight):
+        return local.data
+    # With an FP8 copy beside them: the values that are trained.
+    return local.memory.data[ROWWISE] if local.master is None else local.master.data
 
 
 @torch.no_grad()
@@ -66,6 +71,8 @@ def poison(tensor: Tensor, value: float, index: int = 0) -> None:
     memory = memory_of(tensor)
     if not 0 <= index < memory.numel():
         raise ValueError(f"poison: element {index} of a tensor of {memory.numel()} elements.")
+    if memory.dtype == torch.uint8 and tensor.is_floating_point():
+        raise ValueError(f"poison: a weight that is stored in FP8 has bytes, which cannot be {value}: use flip_bit.")
     memory[_index(memory, index)] = value
 
 

@@ -16,6 +16,8 @@ PHASES = ("start", "load", "data", "forward", "backward", "optimizer", "save", "
 """In the order in which a run comes to them."""
 FIRST = ("start", "load")
 """Those that come before the first step: they are the first fault of a run."""
+FIRST_STEP = 2
+"""Steps that are done before any other fault comes."""
 LAUNCHER = -1
 """In place of a rank."""
 BEATS = {"save": "checkpoint"}
@@ -95,6 +97,11 @@ def draw(
         raise ValueError(f"There is no fault {unknown[0]!r}; there are {', '.join(KINDS)}.")
     if unknown := sorted(set(phases) - set(PHASES)):
         raise ValueError(f"There is no phase {unknown[0]!r}; there are {', '.join(PHASES)}.")
+    if steps < per_run + FIRST_STEP:
+        raise ValueError(
+            f"{per_run} faults come to a run one after the other, from step {FIRST_STEP} on: train.steps ({steps}) must be "
+            f"{per_run + FIRST_STEP} or more, or --per-run smaller."
+        )
     chance = random.Random(f"{seed} {ranks} {steps}")
     drawn: list[tuple[str, str, int, int]] = []
     turns = {kind: chance.randrange(len(PHASES)) for kind in kinds}
@@ -123,9 +130,9 @@ def _runs(drawn: list[tuple[str, str, int, int]], per_run: int) -> list[list[tup
 
 
 def _timed(run: list[tuple[str, str, int, int]], steps: int) -> list[Fault]:
-    gap = max(3 * steps // (4 * len(run)), 1)
+    gap = max(min(3 * steps // 4, steps - FIRST_STEP) // len(run), 1)
     return [
-        Fault(i, kind, phase, rank, 0 if phase in FIRST else 2 + i * gap, seed)
+        Fault(i, kind, phase, rank, 0 if phase in FIRST else FIRST_STEP + i * gap, seed)
         for i, (kind, phase, rank, seed) in enumerate(run)
     ]
 

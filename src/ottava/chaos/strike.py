@@ -137,15 +137,24 @@ def _loop() -> Any:
 
 def flip(fault: Fault) -> None:
     """One of the high bits of a weight, or of an activation of the next forward pass."""
-    from ottava.chaos.numbers import at_output, flip_bit, memory_of
+    from ottava.chaos.numbers import at_output, memory_of
 
     chance, model = random.Random(fault.seed), _loop().model.module
     if fault.phase == "data":
         weights = [p for _, p in sorted(model.named_parameters()) if memory_of(p).numel()]
         weight = chance.choice(weights)
-        flip_bit(weight, chance.randrange(memory_of(weight).numel()), chance.randrange(20, 31))
+        _flip_high_bit(weight, chance)
         return
-    _for_one_pass(at_output, lambda t: flip_bit(t, chance.randrange(t.numel()), chance.randrange(20, 31)), chance)
+    _for_one_pass(at_output, lambda t: _flip_high_bit(t, chance), chance)
+
+
+def _flip_high_bit(tensor: Any, chance: random.Random) -> None:
+    """Of any element: exponent, or the high half of the rest, whatever the type. Never the sign."""
+    from ottava.chaos.numbers import flip_bit, memory_of
+
+    memory = memory_of(tensor)
+    size, index = 8 * memory.element_size(), chance.randrange(memory.numel())
+    flip_bit(tensor, index, chance.randrange(max(size - 12, 0), size - 1))
 
 
 def poison_gradient(fault: Fault) -> None:

@@ -25,6 +25,7 @@ class Reader:
     """
 
     def __init__(self, path: Location) -> None:
+        self.path = path
         self._opened = open_checkpoint(folder_at(path))
 
     @property

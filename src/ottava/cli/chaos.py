@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ottava.bench.options import count
+from ottava.cli.streams import refuse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,25 +47,29 @@ def _chaos(options: argparse.Namespace) -> int:
             phases = [phase for phase in phases if phase != "evaluation"]
         if not config.checkpoint.every:
             phases = [phase for phase in phases if phase != "save"]
-        if wrong := [ranks for ranks in options.ranks.split(",") if not ranks.isdigit() or not int(ranks)]:
+        if wrong := [ranks for ranks in options.ranks.split(",") if not ranks.isdecimal() or not int(ranks)]:
             raise ValueError(f"--ranks {wrong[0]}: expected numbers of ranks, 1 or more, separated by commas.")
         places = [
             (launcher, int(ranks)) for launcher in options.launcher.split(",") for ranks in options.ranks.split(",")
         ]
         if bad := [launcher for launcher, _ in places if launcher not in ("ottava", "torchrun")]:
             raise ValueError(f"--launcher {bad[0]}: expected ottava or torchrun.")
+        if options.output:  # hours before there is something to write
+            options.output.parent.mkdir(parents=True, exist_ok=True)
+            options.output.touch()
         found = []
         with tempfile.TemporaryDirectory(prefix="ottava-chaos-") as temporary:
             for i, (launcher, ranks) in enumerate(places):
                 share = options.count // len(places) + (i < options.count % len(places))
+                if not share:
+                    continue
                 runs = draw(kinds, share, options.seed + i, ranks, config.train.steps, phases, options.per_run)
                 work = (options.work or Path(temporary)) / f"{launcher}-{ranks}"
                 print(f"--- {share} faults on {ranks} ranks, {launcher}", flush=True)
                 campaign = Campaign(replace(config), ranks, launcher, work, lambda text: print(text, flush=True))
                 found.append((campaign, campaign.run(runs)))
-    except ValueError as error:
-        print(f"ottava chaos: {error}", file=sys.stderr)
-        return 2
+    except (ValueError, OSError) as error:
+        return refuse("ottava chaos", error)
     command = f"ottava chaos {Path(options.config).name} --count {options.count} --seed {options.seed} --ranks {options.ranks} "
     command += f"--launcher {options.launcher}" + (f" --faults {options.faults}" if options.faults != "all" else "")
     summary = result(found, options.seed, command)

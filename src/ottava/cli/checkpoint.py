@@ -9,6 +9,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from ottava.cli.streams import refuse
+
 SOURCE = "one checkpoint (step-00000100); or a run or its checkpoints, whose newest that can be used is taken"
 
 
@@ -34,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             sub.add_argument("target", help="directory (or URL) of checkpoints that gets the new one")
             sub.add_argument("--shards", type=_count, default=1, help="files of the new checkpoint (default: 1)")
         if work is _import:
-            sub.add_argument("--step", type=int, default=0, help="of the new checkpoint (default: 0)")
+            sub.add_argument("--step", type=_step, default=0, help="of the new checkpoint (default: 0)")
             sub.add_argument(
                 "--pad-vocab-to", type=_count, default=128, help="as model.pad_vocab_to of the run (default: 128)"
             )
@@ -46,13 +48,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 default="bfloat16",
                 help="of the weights; fp8: E4M3 with a scale for each 128x128 block (default: bfloat16)",
             )
-            sub.add_argument("--max-shard-gib", type=float, default=5.0, help="size of a file, at most (default: 5)")
+            sub.add_argument("--max-shard-gib", type=_gib, default=5.0, help="size of a file, at most (default: 5)")
 
 
 def _count(text: str) -> int:
     number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not 1 or more")
+    if not 1 <= number <= 2**20:
+        raise argparse.ArgumentTypeError(f"{text:.30} is not from 1 to {2**20:,}")
+    return number
+
+
+def _step(text: str) -> int:
+    number = int(text)
+    if not 0 <= number < 10**18:
+        raise argparse.ArgumentTypeError(f"{text:.30} is not a step from 0")
+    return number
+
+
+def _gib(text: str) -> float:
+    number = float(text)
+    if not 0 < number < 2**20:
+        raise argparse.ArgumentTypeError(f"{text:.30} is not a size in GiB, above 0")
     return number
 
 
@@ -63,11 +79,9 @@ def _reported(options: argparse.Namespace) -> int:
     try:
         return options.work(options)
     except CheckpointError as error:
-        print(f"ottava checkpoint {options.action}: {error}", file=sys.stderr)
-        return 4
+        return refuse(f"ottava checkpoint {options.action}", error, 4)
     except (ValueError, OSError) as error:
-        print(f"ottava checkpoint {options.action}: {error}", file=sys.stderr)
-        return 2
+        return refuse(f"ottava checkpoint {options.action}", error)
 
 
 def _of_a_run(path: str) -> str | Path:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import sys
+
+from ottava.cli.streams import refuse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +28,5 @@ def _tokenize(options: argparse.Namespace) -> int:
         words = (options.output, options.tokenizer, options.field, options.end_token, options.overwrite)
         print(tokenize(options.inputs, *words))
     except (ValueError, OSError) as error:
-        print(f"ottava data tokenize: {error}", file=sys.stderr)
-        return 2
+        return refuse("ottava data tokenize", error)
     return 0

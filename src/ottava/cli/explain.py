@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
+
+from ottava.cli.streams import refuse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +22,5 @@ def _explain(options: argparse.Namespace) -> int:
     try:
         print(shown(explain(options.folder, options.step)))
     except (ValueError, OSError) as error:
-        print(f"ottava explain: {error}", file=sys.stderr)
-        return 2
+        return refuse("ottava explain", error)
     return 0

@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ottava.cli.streams import refuse
+
 if TYPE_CHECKING:
     from ottava.launch.job import Job
     from ottava.train.config import Config
@@ -112,8 +114,7 @@ def _launch(options: argparse.Namespace) -> int:
         print(f"ottava launch: {error}", file=sys.stderr)
         return REFUSED
     except (ValueError, OSError) as error:
-        print(f"ottava launch: {error}", file=sys.stderr)
-        return 2
+        return refuse("ottava launch", error)
 
 
 def _read_words(options: argparse.Namespace) -> None:

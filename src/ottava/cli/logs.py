@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
+
+from ottava.bench.options import count
+from ottava.cli.streams import refuse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of `ottava logs`."""
     parser.add_argument("folder", metavar="RUN", type=Path, help="folder of the run")
     parser.add_argument("--rank", type=int, help="only of this rank")
-    parser.add_argument("--lines", type=int, default=40, help="lines of each file (default 40)")
+    parser.add_argument("--lines", type=count, default=40, help="lines of each file (default 40)")
     parser.set_defaults(run=_logs)
 
 
@@ -22,6 +24,5 @@ def _logs(options: argparse.Namespace) -> int:
     try:
         print(shown(as_text(options.folder, options.rank, options.lines)))
     except (ValueError, OSError) as error:
-        print(f"ottava logs: {error}", file=sys.stderr)
-        return 2
+        return refuse("ottava logs", error)
     return 0

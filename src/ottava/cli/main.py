@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import signal
 import sys
 from typing import NoReturn
 
 from ottava import __version__
 from ottava.bench import BENCHMARKS
+from ottava.cli.streams import complete, give_up, refuse, settle
 
 COMMANDS = {
     "train": "train a language model; `ottava train --help` explains every option",
@@ -64,11 +66,30 @@ def _add_benchmarks(bench: argparse.ArgumentParser, named: list[str]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
+    complete()
     words = sys.argv[1:] if arguments is None else arguments
     if words[:1] == ["train"]:  # its options come from the configuration's classes, not from argparse
         from ottava.cli.train import run
 
-        return run(words[1:])
+        try:
+            return run(words[1:])  # whose ranks have told, by their exit code, what became of them
+        finally:
+            settle()
+    try:
+        try:
+            return _command(words)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        return give_up()
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except OSError as error:  # of a console that takes nothing, or of a file that the command cannot write
+        give_up()
+        return refuse("ottava", error)
+
+
+def _command(words: list[str]) -> int:
     parser = _parser(words)
     options, unknown = parser.parse_known_args(words)
     if unknown:

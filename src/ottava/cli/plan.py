@@ -8,6 +8,8 @@ import re
 import sys
 from pathlib import Path
 
+from ottava.cli.streams import refuse
+
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
@@ -38,8 +40,7 @@ def _plan(options: argparse.Namespace) -> int:
                 return 0
         return _find(options)
     except (ValueError, OSError) as error:
-        print(f"ottava plan: {error}", file=sys.stderr)
-        return 2
+        return refuse("ottava plan", error)
 
 
 def _find(options: argparse.Namespace) -> int:

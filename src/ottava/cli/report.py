@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
+
+from ottava.cli.streams import refuse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,6 +21,5 @@ def _report(options: argparse.Namespace) -> int:
     try:
         print(write_report(options.runs, options.output or Path(options.runs[0]) / "report.html"))
     except (ValueError, OSError) as error:
-        print(f"ottava report: {error}", file=sys.stderr)
-        return 2
+        return refuse("ottava report", error)
     return 0

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
+
+from ottava.cli.streams import refuse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +23,6 @@ def _status(options: argparse.Namespace) -> int:
     try:
         found = run_status(options.folder)
     except (ValueError, OSError) as error:
-        print(f"ottava status: {error}", file=sys.stderr)
-        return 2
+        return refuse("ottava status", error)
     print(json.dumps(found.as_json(), indent=1) if options.json else shown(found.as_text()))
     return 0

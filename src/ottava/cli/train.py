@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from ottava.cli.streams import refuse
+
 
 def run(arguments: list[str]) -> int:
     """Parses, and trains or shows what would run."""
@@ -19,8 +21,7 @@ def run(arguments: list[str]) -> int:
 
         try:
             print(describe(config))
-        except ValueError as error:
-            print(f"ottava train: {error}", file=sys.stderr)
-            return 2
+        except (ValueError, OSError) as error:
+            return refuse("ottava train", error)
         return 0
     return launch(config)

@@ -12,8 +12,8 @@ from typing import Any
 from ottava.detect.exposed import SHARE
 from ottava.doctor.run_logs import LONGEST, first_error
 from ottava.train.communication import GATHER_EVERY
-from ottava.train.metrics import FILE, read_metrics
-from ottava.train.report_input import is_number, plain_config, plain_steps, readable
+from ottava.train.metrics import FILE, is_number, read_metrics
+from ottava.train.report_input import plain_config, plain_steps, readable
 from ottava.train.run_folder import CONFIG_FILE, SUMMARY_FILE
 from ottava.train.summary import table
 from ottava.untrusted.files import read_json, read_tail, read_toml
@@ -111,7 +111,7 @@ def run_status(folder: Path, now: float | None = None) -> RunStatus:
     common["error"] = None if found is None else found.last_line
     common |= _checkpoint(folder, now)
     if not lines:
-        return RunStatus(state="starting" if not summary else outcome, **common)
+        return RunStatus(state=outcome if summary else "starting" if found is None else "failed", **common)
     recent, last = lines[-RECENT:], lines[-1]
     usual = _median(recent, "step_s")
     silent = max(now - (folder / FILE).stat().st_mtime, 0.0)

@@ -102,7 +102,8 @@ def _own_config(reader: Reader) -> LlamaConfig:
     found = reader.config.get(DESCRIBED) if isinstance(reader.config, dict) else None
     if not isinstance(found, dict):
         raise ValueError(
-            "The checkpoint does not say that it holds a Llama, and of which shape: pass config=LlamaConfig(...)."
+            f"{reader.path} does not say that it holds a Llama, and of which shape: it is of another model, or of a program of yours. "
+            "Then call export_hf, and pass config=LlamaConfig(...)."
         )
     try:
         return config_from_hf(found)

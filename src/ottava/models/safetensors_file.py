@@ -21,7 +21,7 @@ from torch import Tensor
 from ottava.checkpoint.manifest import check_stamp, json_object
 from ottava.checkpoint.names import MAX_JSON_BYTES, open_inside
 from ottava.checkpoint.storage import size_of
-from ottava.untrusted.stamps import stamp_of
+from ottava.untrusted.stamps import bytes_held, stamp_of
 
 DTYPES = {
     "F32": torch.float32,
@@ -33,6 +33,7 @@ DTYPES = {
     "I32": torch.int32,
     "I64": torch.int64,
 }
+MOST_HOLES = 64 << 20  # bytes of a file that may be holes but for one in 256
 _WORDS = {dtype: word for word, dtype in DTYPES.items()}
 
 
@@ -47,6 +48,15 @@ class Spec:
     def nbytes(self) -> int:
         """Of its data."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def check_no_holes(name: str, size: int, held: int) -> None:
+    """ValueError for a file that takes far less of the disk than it says it has: its tensors would cost who reads them memory, and who sent
+    them nothing."""
+    if size > max(MOST_HOLES, 256 * held):
+        raise ValueError(
+            f"{name}: of its {size} bytes {held} are there, the rest are holes: if it is yours, copy it with `cp --sparse=never`."
+        )
 
 
 class Writer:
@@ -95,6 +105,7 @@ class File:
         self.path = path
         with open_inside(path.parent, path.name, links=True) as file:  # links: Hugging Face's cache consists of them
             size = size_of(file)
+            check_no_holes(path.name, size, bytes_held(file))
             length = int.from_bytes(file.read(8), "little")
             if length > min(MAX_JSON_BYTES, size - 8):
                 raise ValueError(f"{path.name}: its header is said to have {length} bytes; the file has {size}.")

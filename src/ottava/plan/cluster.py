@@ -9,6 +9,8 @@ from pathlib import Path
 from ottava.plan.devices import GpuKind, find_gpu
 from ottava.plan.links import Fabric, Link
 
+MOST_GPUS = 2**24
+
 DEFAULT_LINK = "ib400"
 
 
@@ -35,6 +37,8 @@ class Cluster:
         """
         if gpus < 1 or per_node < 1:
             raise ValueError(f"--gpus and --per-node are numbers of GPUs, 1 or more; got {gpus} and {per_node}.")
+        if gpus > MOST_GPUS:
+            raise ValueError(f"--gpus {gpus:,} are more than anybody has: at most {MOST_GPUS:,}.")
         if gpus > per_node and gpus % per_node:
             below, above = gpus // per_node * per_node, -(-gpus // per_node) * per_node
             raise ValueError(

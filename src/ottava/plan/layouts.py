@@ -17,6 +17,7 @@ down from the configuration, and has to earn `RUNG` of speed: a plan goes down w
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -261,4 +262,5 @@ def _tp_fits(config: Config, size: ModelSize, tp: int) -> bool:
 
 
 def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})

@@ -18,6 +18,7 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from ottava.train.config import Config
+from ottava.train.config_checks import MOST
 from ottava.train.presets import presets
 from ottava.untrusted.files import printable, read_toml
 
@@ -124,6 +125,8 @@ def _options(table: dict[str, Any], path: Path) -> Iterable[str]:
         for key, value in keys.items():
             if key not in known:
                 raise ValueError(f"{path}: section [{section}] has no key {key[:80]!r}.{_nearest(key, known)}")
+            if type(value) is int and abs(value) > MOST:  # of thousands of digits, which Python refuses to write
+                raise ValueError(f"{path}: {section}.{key} must be at most {MOST:,}, got more.")
             _check_kind(f"{path}: {section}.{key}", value, known[key])
             yield from _option(f"{section}.{key}".replace("_", "-"), value, path)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ottava.kernels.block_moment import BLOCK
@@ -57,6 +58,7 @@ AT_MOST: dict[tuple[str, str], float] = {
     ("model", "heads"): 2**16,
     ("model", "vocab_size"): 2**28,
     ("model", "max_length"): 2**31,
+    ("model", "pad_vocab_to"): 2**20,
     ("data", "length"): 2**31,
     ("data", "prefetch"): 4096,
     ("parallel", "ranks"): 2**16,
@@ -64,7 +66,12 @@ AT_MOST: dict[tuple[str, str], float] = {
     ("train", "global_batch"): 2**31,
     ("train", "sample_tokens"): 2**20,
     ("metrics", "prometheus_port"): 2**16 - 1,
+    ("health", "watchdog_s"): 10**9,
+    ("health", "watchdog_start_s"): 10**9,
+    ("health", "watchdog_save_s"): 10**9,
 }
+MOST = 2**62
+"""Of any whole number: torch and the system's clocks count in 64 bits."""
 MANY_LINES = (("train", "sample_prompt"),)
 """Texts that may have line ends and tabs."""
 FRACTIONS = (
@@ -84,6 +91,7 @@ def check(config: Config) -> None:
     ValueError: train.global_batch (10) must be a multiple of train.micro_batch (4).
     """
     _check_values(config)
+    _check_homes(config)
     _check_numbers(config)
     _check_model(config)
     _check_schedule(config)
@@ -130,15 +138,32 @@ def _need(fine: bool, otherwise: str) -> None:
 
 
 def _check_values(config: Config) -> None:
-    """Numbers are finite, and texts can be printed: they come back in messages, names of files and pages."""
+    """Numbers are finite and fit a register, and texts can be printed: they come back in messages, names of files and pages."""
     for section in (field for field in fields(config) if is_dataclass(getattr(config, field.name))):
         for name, value in vars(getattr(config, section.name)).items():
             where = f"{section.name}.{name}"
             for one in value if isinstance(value, tuple | list) else (value,):
                 _need(not isinstance(one, float) or math.isfinite(one), f"{where} must be finite, got {one}.")
+                _need(not isinstance(one, int) or abs(one) <= MOST, f"{where} must be at most {MOST:,}, got more.")
                 lines = (section.name, name) in MANY_LINES
                 fine = not isinstance(one, str) or (shown(one) == one if lines else one.isprintable())
                 _need(fine, f"{where} has control characters: {one!a:.80}.")
+
+
+def _check_homes(config: Config) -> None:
+    """A user without a home folder, as in containers, and one that nobody knows (~somebody)."""
+    cache = "" if config.data.files else config.data.cache
+    for where, text in (
+        ("train.run", config.train.run),
+        ("data.cache", cache),
+        ("checkpoint.load", config.checkpoint.load),
+    ):
+        try:
+            Path(text).expanduser()
+        except RuntimeError as error:
+            raise ValueError(
+                f"{where} is {text}, but there is no such home folder here: write the whole path."
+            ) from error
 
 
 def _check_numbers(config: Config) -> None:

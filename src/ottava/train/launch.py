@@ -251,7 +251,10 @@ def _rank(config: Config, place: Place, folder: str, launcher: int, prepare: Pre
         prepare(place.rank)
     code, text = run_rank(config, place, stop)
     if text:
-        note.write_text(text, encoding="utf-8")
+        try:
+            note.write_text(text, encoding="utf-8")
+        except OSError:  # TMPDIR is full: its exit code, and the words, count more than who says them
+            say(f"ottava train: rank {place.rank}: {text}", sys.stderr)
     settle()
     sys.exit(code)
 

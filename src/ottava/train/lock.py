@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import secrets
+import stat
 import threading
 import time
 from contextlib import suppress
@@ -21,6 +22,7 @@ from pathlib import Path
 from ottava.notices import warn_once
 from ottava.train import exits
 from ottava.train.console import tell
+from ottava.untrusted.files import open_regular, printable
 
 FILE = "lock"
 RENEW_S = 5.0
@@ -55,7 +57,7 @@ class Holder:
         return cls(platform.node(), pid, now, machine(), born(pid), secrets.token_hex(8))
 
     def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}, started {self.started}"
+        return f"process {self.pid} on {printable(self.host, 80)}, started {printable(self.started, 40)}"
 
     def dead(self) -> bool:
         """Whether it is known not to run any more."""
@@ -88,9 +90,19 @@ class RunLock:
             raise ValueError(
                 f"train.run is {self.folder}, but there is a file in its place: choose another folder."
             ) from error
+        except OSError as error:
+            raise ValueError(
+                f"train.run is {self.folder}, which cannot be made ({error.strerror}): choose another folder."
+            ) from error
         mine = Holder.myself()
-        while not self._create(mine):
-            self._judge()
+        try:
+            while not self._create(mine, self._judge()):
+                pass
+        except OSError as error:
+            raise ValueError(
+                f"train.run is {self.folder}, which cannot be written to ({error.strerror}): make room or give leave, or choose another "
+                "folder."
+            ) from error
         self._mine = mine
         threading.Thread(target=self._renew, name="ottava lock", daemon=True).start()
         return self
@@ -104,10 +116,13 @@ class RunLock:
             with suppress(OSError):
                 self.path.unlink()
 
-    def _create(self, mine: Holder) -> bool:
-        """Whether the file is ours now; False: there is one."""
-        draft = self.path.with_name(f".{FILE}-{mine.token}")
-        _write_new(draft, mine.encode())
+    def _create(self, mine: Holder, stale: Path | None) -> bool:
+        """Whether the file is ours now; False: there is one. stale: what is left of another's, which takes no more space on a full disk."""
+        draft = stale or self.path.with_name(f".{FILE}-{mine.token}")
+        if stale is None:
+            _write_new(draft, mine.encode())
+        else:
+            _write_over(draft, mine.encode())
         try:
             os.link(draft, self.path)
             return True
@@ -122,25 +137,32 @@ class RunLock:
         finally:
             draft.unlink()
 
-    def _judge(self) -> None:
-        """Returns when the present lock is gone or was removed as stale; ValueError with its holder otherwise."""
+    def _judge(self) -> Path | None:
+        """Returns when there is no lock, or none any more: with what is left of a stale one. ValueError with its holder otherwise."""
         holder, beats, since = read(self.path), 0, time.monotonic()
-        before = holder
-        while holder is not None or self.path.exists():
+        before, told = holder, False
+        while holder is not None or os.path.lexists(self.path):
             if holder is not None and holder.machine == machine() != "":
                 if not holder.dead():
                     raise self._refusal(holder)
-                self._remove(holder)
-                return
+                return self._remove(holder)
             if holder != before:
                 before, beats, since = holder, beats + 1, time.monotonic()
             if holder is not None and beats >= LIVING_BEATS:
                 raise self._refusal(holder)
+            if holder is None and not _is_plain(self.path):
+                raise ValueError(f"{self.path} is no lock that a run has made: look at what it is, and remove it.")
             if time.monotonic() - since > STALE_S:
-                self._remove(holder)
-                return
+                return self._remove(holder)
+            if not told:
+                told = True
+                what = f"in use by {holder}" if holder is not None else f"locked, and {self.path} cannot be understood"
+                tell(
+                    f"ottava train: {self.folder} is {what}. Waiting for {STALE_S:.0f} s: a lock that is not renewed is taken over."
+                )
             time.sleep(min(RENEW_S, STALE_S) / 5)
             holder = read(self.path)
+        return None
 
     def _refusal(self, holder: Holder) -> ValueError:
         return ValueError(
@@ -148,19 +170,24 @@ class RunLock:
             f"(If it is certain that it does not run any more: remove {self.path}.)"
         )
 
-    def _remove(self, stale: Holder | None) -> None:
-        """Of several who find it stale one moves it away; what that one finds in its hands must be what was judged."""
+    def _remove(self, stale: Holder | None) -> Path | None:
+        """Where the stale lock is now. Of several who find it stale one moves it away; what that one finds in its hands must be what was
+        judged."""
         aside = self.path.with_name(f".{FILE}-stale-{secrets.token_hex(4)}")
-        with suppress(FileNotFoundError):
+        try:
             os.rename(self.path, aside)
-            found = read(aside)
-            if found is not None and (stale is None or found.token != stale.token):
-                with suppress(OSError):
-                    os.link(aside, self.path)  # another was quicker, and this is its new one
+        except FileNotFoundError:
+            return None
+        found = read(aside)
+        if found is not None and (stale is None or found.token != stale.token):
+            with suppress(OSError):
+                os.link(aside, self.path)  # another was quicker, and this is its new one
             aside.unlink()
-            tell(
-                f"ottava train: took over {self.folder} from {stale or 'an unreadable lock'}, which does not run any more."
-            )
+            return None
+        tell(
+            f"ottava train: took over {self.folder} from {stale or 'an unreadable lock'}, which does not run any more."
+        )
+        return aside
 
     def _renew(self) -> None:
         while not self._over.wait(RENEW_S):
@@ -188,9 +215,9 @@ class RunLock:
 def read(path: Path) -> Holder | None:
     """What a lock file says; None: there is none, or nothing that can be understood."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:  # a pipe would wait for a writer
             return decode(file.read(_BYTES + 1))
-    except OSError:
+    except (OSError, ValueError):
         return None
 
 
@@ -226,10 +253,29 @@ def born(pid: int) -> str:
     return "" if words[0] in ("Z", "X") else words[19]
 
 
+def _is_plain(path: Path) -> bool:
+    """Whether it is a file, or gone by now: neither a link, a folder nor a pipe."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except FileNotFoundError:
+        return True
+
+
+def _write_over(path: Path, content: bytes) -> None:
+    with path.open("r+b", buffering=0) as file:
+        file.write(content)
+        file.truncate()
+        os.fsync(file.fileno())
+
+
 def _write_new(path: Path, content: bytes) -> None:
     with path.open("xb", buffering=0) as file:
-        file.write(content)
-        os.fsync(file.fileno())
+        try:
+            file.write(content)
+            os.fsync(file.fileno())
+        except OSError:  # a full disk: half a lock would be waited for
+            path.unlink()
+            raise
 
 
 _EXAMPLE = asdict(Holder("", 0, "", "", "", ""))

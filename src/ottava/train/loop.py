@@ -16,6 +16,7 @@ import torch
 from ottava.distributed.gradients import gradient_sync
 from ottava.distributed.waits import comm_wait_hook
 from ottava.guard.finding import Finding
+from ottava.notices import warn_once
 from ottava.overlap import measuring
 from ottava.train import exits, run_folder
 from ottava.train.clock import Clock, Span
@@ -30,7 +31,6 @@ from ottava.train.gates import judge
 from ottava.train.health import Health
 from ottava.train.inputs import open_data, open_tokenizer
 from ottava.train.lasting import Lasting
-from ottava.train.metrics import read_metrics
 from ottava.train.microbatch_graph import microbatch_graphs
 from ottava.train.model import DistributedModel
 from ottava.train.numbers import NumberGuard
@@ -146,6 +146,7 @@ class Loop:
         self.state = RunState(config, self.model, self.optimizer)
         resources.callback(self.state.checkpoints.close)
         self.watchdog.beat(0, "load")
+        self._lost = 0  # steps that the run had come to, of which nothing is left
         self.done = self._continue() if world.generation else self._resume()
         self.clock, self.health = Clock(world.device), Health(config.health)
         self.fp8 = Fp8Health(config, self.model, world)
@@ -155,6 +156,10 @@ class Loop:
         resources.callback(self.recorder.close)
         if world.generation:
             self.recorder.note(f"restarted in place: {world.cause}")
+        if self._lost:
+            text = f"{self._lost} steps were done, and no checkpoint is left: began again at step 0"
+            warn_once(f"{config.run_folder}: {text}.")
+            self.recorder.note(text)
         self.saves = Saves(config.checkpoint, self.state, self.recorder)
         self._back_at: int | None = None  # the step that the run was last rolled back to
         self._ahead: Step | None = None  # launched, and not judged yet: see `_steps_ahead`
@@ -508,6 +513,7 @@ class Loop:
         """Steps that are done already."""
         loaded = (self.state.load() if self.world.generation else None) or self.state.begin()
         if loaded is None:
+            self._lost = self.world.on_rank0(lambda: run_folder.last_step(self.config.run_folder)) or 0
             return 0
         for rejected in loaded.rejected:
             self.say(f"{rejected.path} cannot be used: {rejected.reason}")
@@ -536,7 +542,7 @@ class Loop:
         self.recorder.write()
         self.fp8.write()
         if self.world.leads:
-            lines = list(read_metrics(self.recorder.path)) if self.recorder.path.is_file() else []
+            lines = self.recorder.lines()
             gates = judge(self.config.gate, lines) if code == exits.DONE else []
             failed = not all(gate.passed for gate in gates)
             outcome = exits.OUTCOMES[exits.GATE_FAILED if failed else code]

@@ -6,11 +6,12 @@ file tells each step once.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +20,9 @@ from ottava.notices import warn_once
 from ottava.untrusted.files import MOST_LINE_BYTES, open_to_append_bytes, read_lines
 
 FILE = "metrics.jsonl"
+TEXTS = ("event", "mfu_basis")
+MOST = 1e30
+"""Beyond it a number is a mistake, and no axis."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +88,19 @@ class StepMetrics:
         return json.dumps({k: finite(v) for k, v in vars(self).items() if v is not None}, allow_nan=False)
 
 
+NUMBERS = tuple(field.name for field in fields(StepMetrics) if field.name not in TEXTS)
+
+
 def finite(value: Any) -> Any:
     """The value, or None for a number that is not finite."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def is_number(value: Any) -> bool:
+    """Whether it can be counted with and drawn. NaN and infinity are gaps: a chart knows them."""
+    if type(value) is float and not math.isfinite(value):
+        return True
+    return type(value) in (int, float) and abs(value) <= MOST
 
 
 class Sink(Protocol):
@@ -114,7 +128,9 @@ class Metrics:
         self.newest: StepMetrics | None = None
         """The line that was recorded last."""
         self._unwritten = b""
-        """Lines that the disk has not taken yet."""
+        """What the disk has not taken yet: lines, the first of which may be there in part."""
+        self._waiting: list[StepMetrics] = []
+        """The same, as they were recorded."""
         run.mkdir(parents=True, exist_ok=True)
         keep_before(self.path, first_step)
         self._file = open_to_append_bytes(self.path)
@@ -123,6 +139,7 @@ class Metrics:
         """One step. The line is in the file when this returns, so that it outlives a killed process; or it is tried with the next."""
         self.newest = metrics
         self._unwritten += (metrics.line() + "\n").encode()
+        self._waiting.append(metrics)
         self._write()
         for sink in list(self.sinks):
             self._tell(sink, lambda: sink.record(metrics))  # noqa: B023
@@ -131,6 +148,7 @@ class Metrics:
         try:
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+            self._waiting = []
         except OSError as error:
             warn_once(
                 f"{self.path} cannot be written: {error.strerror}. Its lines are kept and written when they can be."
@@ -145,11 +163,22 @@ class Metrics:
             warn_once(f"ottava train: {name} failed and is left out from now on: {type(error).__name__}: {error}")
             self.sinks.remove(sink)
 
+    def lines(self) -> list[dict[str, Any]]:
+        """Of all steps, also those that the disk has not taken."""
+        waiting = [json.loads(metrics.line()) for metrics in self._waiting]
+        first = waiting[0]["step"] if waiting else math.inf
+        return [line for line in read_metrics(self.path) if line["step"] < first] + waiting
+
     def rewind(self, first_step: int) -> None:
         """The step that comes next is `first_step` (again): later lines are dropped."""
         self._write()
         self._file.close()
-        keep_before(self.path, first_step)
+        keep_before(self.path, first_step)  # and the part of a line that a full disk took
+        there = {line["step"] for line in read_metrics(self.path)}
+        self._waiting = [
+            metrics for metrics in self._waiting if metrics.step < first_step and metrics.step not in there
+        ]
+        self._unwritten = "".join(f"{metrics.line()}\n" for metrics in self._waiting).encode()
         self._file = open_to_append_bytes(self.path)
 
     def close(self) -> None:
@@ -181,8 +210,7 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     for number, line in enumerate(read_lines(path), 1):
         try:
             found = json.loads(line)
-            if not isinstance(found, dict) or type(found.get("step")) is not int:
-                raise ValueError("no step in it")
+            _check(found)
         except (ValueError, RecursionError) as error:
             if not line.endswith(b"\n") and len(line) < MOST_LINE_BYTES:
                 return  # the last one
@@ -191,8 +219,20 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
         yield line, found
 
 
+def _check(found: Any) -> None:
+    """ValueError for what is no line: what counts with it later must not fail on a text in the place of a number."""
+    if not isinstance(found, dict) or type(found.get("step")) is not int:
+        raise ValueError("no step in it")
+    for name in NUMBERS:
+        if not (found.get(name) is None or is_number(found[name])):
+            raise ValueError(f"{name} is no number")
+    if type(found.get("attempt", 0)) is not int:
+        raise ValueError("attempt is no number")
+
+
 def keep_before(path: Path, step: int) -> None:
-    """Drops the lines of `step` and later ones. The file is replaced in one go; damaged lines go to FILE.damaged beside it."""
+    """Drops the lines of `step` and later ones. The file is cut where they are its end, which takes no space on a full disk; otherwise
+    it is replaced in one go. Damaged lines go to FILE.damaged beside it."""
     beside = path.with_name(f"{path.name}.damaged")
     for link in (path, beside):
         if link.is_symlink():  # it may lead to any file of the user's, which is neither read nor written
@@ -204,11 +244,19 @@ def keep_before(path: Path, step: int) -> None:
     if damaged := b"".join(line for line, found in lines if found is None):
         with open_to_append_bytes(beside) as file:
             file.write(damaged)
-    write_whole(path, b"".join(line for line, found in lines if found is not None and found["step"] < step))
+    # A last line may lack its end, which the disk did not take any more; the next one must not be written behind it.
+    kept = [line.rstrip(b"\n") + b"\n" for line, found in lines if found is not None and found["step"] < step]
+    content = b"".join(kept)
+    if kept != [line for line, _ in lines[: len(kept)]]:
+        write_whole(path, content)
+    elif path.stat().st_size != len(content):
+        os.truncate(path, len(content))
 
 
 def write_whole(path: Path, content: bytes | str) -> None:
     """A file that is either the old one or the new one, never half of it, also after a power cut."""
+    if path.exists() and not path.is_file():  # renaming would take the place of a device, such as /dev/null, too
+        raise OSError(errno.EEXIST, "what is there is no file", str(path))
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with partial.open("wb") as file:

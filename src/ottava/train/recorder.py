@@ -7,7 +7,7 @@ import resource
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,7 +18,7 @@ from ottava.train.clock import PARTS, Span
 from ottava.train.communication import CommunicationWatch, Seen
 from ottava.train.config import Config
 from ottava.train.flops import Bound, Peak, device_peak, measure_peak, quantized_precision
-from ottava.train.metrics import FILE, Metrics, Sink, StepMetrics
+from ottava.train.metrics import FILE, Metrics, Sink, StepMetrics, read_metrics
 from ottava.train.model import DistributedModel
 from ottava.train.prometheus import Prometheus
 from ottava.train.restarts import note_restart
@@ -144,6 +144,12 @@ class Recorder:
         in_place = self.world.generation > 0
         note_restart(self.config.run_folder, self._attempt, done, self.world.cause, in_place)
         return Metrics(self.config.run_folder, _sinks(self.config), first_step=done + 1)
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Of all steps of the run so far. In the leading rank."""
+        if self._metrics is not None:
+            return self._metrics.lines()
+        return list(read_metrics(self.path)) if self.path.is_file() else []
 
     def note(self, event: str) -> None:
         """Something that happened between steps: the next line says it."""

@@ -110,11 +110,11 @@ def load_run(folder: Path, colour: str = COLOURS[0], name: str = "") -> Run:
 
     >>> load_run(Path("runs/debug")).last("loss")
     """
-    if not (folder / FILE).is_file():
+    if not (folder / FILE).is_file() and not (folder / "config.toml").is_file():
         raise ValueError(f"{folder} is not a run: it has no {FILE}.")
-    steps = plain_steps(read_metrics(folder / FILE))
+    steps = plain_steps(read_metrics(folder / FILE)) if (folder / FILE).is_file() else []
     if not steps:
-        raise ValueError(f"{folder / FILE} has no step yet.")
+        raise ValueError(f"{folder} has no step yet: `ottava status` and `ottava logs` tell what there is.")
     config, summary, health = folder / "config.toml", folder / "summary.json", folder / HEALTH_FILE
     # A run that went back looks at some steps again: the last look counts.
     looks = {look["step"]: look for look in plain_looks(read_metrics(health))} if health.is_file() else {}

@@ -5,19 +5,12 @@ What is not what it has to be is left out; all text is escaped where it is shown
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from ottava.notices import warn_once
-from ottava.train.metrics import StepMetrics
-
-TEXTS = ("event", "mfu_basis")
-NUMBERS = tuple(field.name for field in fields(StepMetrics) if field.name not in TEXTS)
-MOST = 1e30
-"""Beyond it a number is a mistake, and no axis."""
+from ottava.train.metrics import NUMBERS, is_number
 
 
 def readable(read: Callable[[Path], dict[str, Any]], path: Path) -> dict[str, Any]:
@@ -42,13 +35,6 @@ def plain_steps(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
     kept = [{k: v for k, v in line.items() if k not in NUMBERS or v is None or is_number(v)} for line in lines]
     return [line for line in kept if "step" in line]
-
-
-def is_number(value: Any) -> bool:
-    """Whether it can be drawn. NaN and infinity are gaps: a chart knows them."""
-    if type(value) is float and not math.isfinite(value):
-        return True
-    return type(value) in (int, float) and abs(value) <= MOST
 
 
 def plain_config(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import Any
 from ottava.notices import warn_once
 from ottava.train.metrics import FILE as METRICS
 from ottava.train.metrics import read_metrics
-from ottava.untrusted.files import open_to_append, read_regular
+from ottava.untrusted.files import open_to_append, read_json, read_regular
 
 FILE = "restarts.jsonl"
 SUMMARY = "summary.json"
@@ -80,10 +80,9 @@ def _ended_well(folder: Path, changed: float) -> bool:
     """Whether the attempt before wrote its summary: it was done, or stopped by a signal."""
     try:
         summary = folder / SUMMARY
-        return summary.stat().st_mtime >= changed - 1.0 and json.loads(summary.read_text())["outcome"].startswith(
-            ("done", "stopped")
-        )
-    except (OSError, ValueError, KeyError, AttributeError):
+        outcome = str(read_json(summary).get("outcome"))
+        return summary.stat().st_mtime >= changed - 1.0 and outcome.startswith(("done", "stopped"))
+    except (OSError, ValueError):  # there is none, or it is damaged
         return False
 
 

@@ -7,6 +7,7 @@ A run that is there already is continued, and has to be the same run: `check_sam
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -48,7 +49,13 @@ def prepare(config: Config, data: Sequence[Mapping[str, Any]] = (), *, again: bo
         again too: the rank that led before may have died before it came here.
     """
     folder = config.run_folder
-    if any((folder / "checkpoints").glob("step-*")):
+    place = folder / "checkpoints"
+    if os.path.lexists(place) and not place.is_dir():
+        raise ValueError(
+            f"{place} is not a folder, or a link that leads nowhere: bring back the disk or folder that it was, or remove it, and the "
+            "run begins at step 0."
+        )
+    if any(place.glob("step-*")):
         if config.checkpoint.load == "none" and not again:
             raise ValueError(
                 f"{folder} has a run already, and checkpoint.load is none: choose another train.run, or remove the folder."
@@ -110,22 +117,27 @@ def check_data(folder: Path, data: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _configuration(folder: Path) -> dict[str, Any]:
-    """That of the run in `folder`: of config.toml, or, where that is lost or damaged, of its newest checkpoint that can be read."""
+    """What the run in `folder` was started with: its newest checkpoint that can be read tells, which is hashed; without one config.toml,
+    which a full disk may have cut and people edit."""
     path = folder / CONFIG_FILE
     try:
         found = read_toml(path) if path.exists() else {}
-        reason = "" if "model" in found else "empty" if path.exists() else "missing"
+        whole = all(isinstance(found.get(section), dict) for section in SAME)
+        reason = "" if whole else "damaged (it lacks sections)" if found else "empty" if path.exists() else "missing"
     except (ValueError, OSError) as error:
         reason = f"damaged ({error})"
-    if not reason:
-        return found
     for _, checkpoint in storage_at(folder / "checkpoints").candidates():
-        with suppress(CheckpointError, OSError, KeyError, TypeError, AttributeError):
+        with suppress(CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError):
             content = read_verified(checkpoint, read_manifest(checkpoint), STATE, MAX_JSON_BYTES)
             kept = json_object(content, STATE)["config"]
-            found = tomllib.loads(tomli_w.dumps(_told({section: kept[section] for section in SAME})))
-            warn_once(f"{path} is {reason}: the configuration that {checkpoint.name} was saved with is taken for it.")
-            return found
+            saved = tomllib.loads(tomli_w.dumps(_told({section: kept[section] for section in SAME})))
+            if reason:
+                warn_once(
+                    f"{path} is {reason}: the configuration that {checkpoint.name} was saved with is taken for it."
+                )
+            return saved
+    if not reason:
+        return found
     raise ValueError(
         f"{path} is {reason}, and no checkpoint has the configuration: which run this is cannot be known. Write the configuration "
         "that it was started with to that file, or choose another train.run."
@@ -135,6 +147,12 @@ def _configuration(folder: Path) -> dict[str, Any]:
 def _told(value: Any) -> Any:
     """As config.toml tells it: what is None is left out."""
     return {k: _told(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+
+def last_step(folder: Path) -> int:
+    """The last step that has a line; 0: none."""
+    path = folder / FILE
+    return max((line["step"] for line in read_metrics(path)), default=0) if path.is_file() else 0
 
 
 def next_attempt(folder: Path) -> int:

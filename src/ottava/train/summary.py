@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -96,8 +97,8 @@ def as_text(config: Config, summary: dict[str, Any]) -> str:
             rows.append(("time on steps", f"{ratio:.1%}"))
     folder = config.run_folder
     looks: list[tuple[str, ...]] = [
-        ("ottava report " + str(folder), "one page with all curves"),
-        ("ottava checkpoint ls " + str(folder / "checkpoints"), "what was saved"),
+        ("ottava report " + shlex.quote(str(folder)), "one page with all curves"),
+        ("ottava checkpoint ls " + shlex.quote(str(folder / "checkpoints")), "what was saved"),
         (str(folder / "metrics.jsonl"), "a line a step"),
     ]
     return f"{table(rows)}\n\nWhere to look next\n{table(looks)}"

@@ -12,6 +12,7 @@ import os
 import sys
 import sysconfig
 import tempfile
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -202,6 +203,15 @@ def read_documents(paths: Iterable[str | os.PathLike[str]], field: str = "text")
 
 
 def _documents_of(path: Path, field: str) -> Iterator[str]:
+    try:
+        yield from _read(path, field)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}).") from error
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path} is not a whole gzip file: {error}") from error
+
+
+def _read(path: Path, field: str) -> Iterator[str]:
     suffixes = [s for s in path.suffixes if s != ".gz"]
     kind = suffixes[-1] if suffixes else ""
     if kind == ".parquet":
@@ -212,11 +222,8 @@ def _documents_of(path: Path, field: str) -> Iterator[str]:
                 if line.strip():
                     yield _line(path, number, line, field)
     else:
-        try:
-            with _opened(path) as file:
-                yield file.read()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8 text (byte {error.start}).") from error
+        with _opened(path) as file:
+            yield file.read()
 
 
 def _opened(path: Path) -> Any:
@@ -228,11 +235,18 @@ def _opened(path: Path) -> Any:
 def _line(path: Path, number: int, line: str, field: str) -> str:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}, line {number}: not JSON ({error}).") from error
-    if not isinstance(record, dict) or not isinstance(record.get(field), str):
-        keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+    if isinstance(record, dict) and field in record and not isinstance(record[field], str):
+        raise ValueError(f"{path}, line {number}: the field {field!r} is a {type(record[field]).__name__}, not a text.")
+    if not isinstance(record, dict) or field not in record:
+        keys = printable(", ".join(record)) if isinstance(record, dict) else type(record).__name__
         raise ValueError(f"{path}, line {number}: no text in the field {field!r}; it has {keys}.")
+    if "\\ud" in line.lower():  # JSON can write half of a character, which is no text
+        try:
+            record[field].encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{path}, line {number}: half of a character (a lone surrogate) in {field!r}.") from error
     return record[field]
 
 
@@ -244,14 +258,15 @@ def _parquet(path: Path, field: str) -> Iterator[str]:
         raise ValueError(f"{path}: parquet files need the package `pyarrow`: pip install pyarrow.") from error
     try:
         table = parquet.ParquetFile(path)
-    except pyarrow.ArrowException as error:
-        raise ValueError(f"{path} is not a parquet file: {error}") from error
-    if field not in table.schema_arrow.names:
-        raise ValueError(f"{path} has no column {field!r}; it has {', '.join(table.schema_arrow.names)}.")
-    for batch in table.iter_batches(columns=[field]):
-        for text in batch.column(0).to_pylist():
-            if text is not None:
-                yield str(text)
+        if field not in table.schema_arrow.names:
+            names = printable(", ".join(table.schema_arrow.names))
+            raise ValueError(f"{path} has no column {field!r}; it has {names}.")
+        for batch in table.iter_batches(columns=[field]):
+            for text in batch.column(0).to_pylist():
+                if text is not None:
+                    yield str(text)
+    except (pyarrow.ArrowException, OSError) as error:  # a page may be damaged, too
+        raise ValueError(f"{path} is not a whole parquet file: {printable(str(error))}") from error
 
 
 def tokenize(
@@ -284,6 +299,8 @@ def _check_output(output: Path, sources: list[Path], tokenizer: str, overwrite: 
     inside = [source for source in sources if source.is_dir() and output.resolve().is_relative_to(source.resolve())]
     if inside:
         raise ValueError(f"{output} lies in {inside[0]}, which is read: give the token file another place.")
+    if output.exists() and not output.is_file():
+        raise ValueError(f"{output} is not a file: give the token file another name.")
     if output.exists() and not overwrite:
         raise ValueError(f"{output} exists: give another name, or --overwrite to replace it.")
 
@@ -317,5 +334,10 @@ def standard_library(cache: str | os.PathLike[str]) -> Path:
         # Some of the library's tests are sources that are not UTF-8 on purpose: bytes pass as they are.
         texts = (p.read_text(encoding="utf-8", errors="surrogateescape") for p in readable)
         turn = ByteTokenizer()
-        write_token_file(path, _encoded(texts, turn), turn.vocab_size, turn.name, turn.end_token)
+        try:
+            write_token_file(path, _encoded(texts, turn), turn.vocab_size, turn.name, turn.end_token)
+        except OSError as error:
+            raise ValueError(
+                f"data.cache is {cache}, which cannot be written to ({error.strerror}): choose another folder, or give data.files."
+            ) from error
     return path
