@@ -41,7 +41,11 @@ def test_a_mask_puts_tokens_together_and_back_with_gradients() -> None:
     expected = torch.autograd.grad((merged(x, probs, mask) * weights).sum() + square, (x, probs))
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(experts.moe_unpermute(experts.moe_permute(x, mask, 2 * TOKENS)[0], rows), 2 * x)
-    with pytest.raises(ValueError, match="num_out_tokens=5, but routing_map has 12 entries"):
+    mask[0] = 0  # a token that goes nowhere, whose probabilities were divided by their sum
+    nowhere = torch.where(mask.bool(), probs, torch.nan)
+    out, rows = experts.moe_permute(x, mask, 10)
+    torch.testing.assert_close(experts.moe_unpermute(out, rows, nowhere), merged(x, probs, mask))
+    with pytest.raises(ValueError, match="num_out_tokens=5, but routing_map has 10 entries"):
         experts.moe_permute(x, mask, 5)
 
 

@@ -48,6 +48,7 @@ def test_a_given_scale_is_used_and_the_amax_grows(te: Any) -> None:
     assert q.dequantize().tolist() == [[0.3125, -2.5], [1.0, 0.0]]
     quantizer.update_quantized(x / 2, q)
     assert q._scale_inv.item() == 0.25 and amax.item() == 2.5
+    assert q.quantize_(x, noop_flag=torch.ones(1)) is q and q._scale_inv.item() == 0.25
     quantizer.set_usage(columnwise=False)
     assert quantizer(x).columnwise_data is None and not quantizer.columnwise_usage
 

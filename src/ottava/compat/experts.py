@@ -173,7 +173,9 @@ def moe_unpermute(
     users = _sources(packed, x.shape[0]).unsqueeze(1)
     parts = _Rows.apply(x, packed.reshape(-1), users).reshape(*packed.shape, x.shape[1]).float()
     if weights is not None:
-        parts = parts * weights.gather(1, columns).float().unsqueeze(-1)
+        # Of experts that a token does not go to nothing is read: programs divide by the sum of a token's probabilities, which may be 0.
+        own = torch.where(packed >= 0, weights.gather(1, columns).float(), 0.0)
+        parts = parts * own.unsqueeze(-1)
     return parts.sum(1).to(x.dtype)
 
 
