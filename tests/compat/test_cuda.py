@@ -35,6 +35,10 @@ time.sleep(0.02)
 end.record()
 end.synchronize()
 print(start.elapsed_time(end))
+state = torch.cuda.get_rng_state()
+first = torch.rand(4, device="cpu")
+torch.cuda.set_rng_state(state)
+assert torch.equal(torch.rand(4), first)
 import torch._dynamo  # keeps a table of torch's functions by identity
 """
 

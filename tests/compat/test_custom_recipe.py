@@ -233,3 +233,20 @@ def test_tensors_answer_to_its_attribute_names(te: Any) -> None:
     compat.uninstall()
     assert not hasattr(weight, "_data")
     compat.install()
+
+
+def test_its_other_fields_act_or_are_refused(te: Any, caplog: pytest.LogCaptureFixture) -> None:
+    from transformer_engine.pytorch.custom_recipes import quantizer_factories as factories
+
+    assert custom(te, factories.current_scaling_factory, fp8_dpa=True) == Float8CurrentScaling(fp8_dpa=True)
+    assert "qfactory is not asked about it" in caplog.text
+    assert custom(te, factories.mxfp8_factory, fp8_format=Format.E4M3) == MXFP8BlockScaling()
+    with pytest.raises(ValueError, match="fp8_mha=True asks for FP8 attention"):
+        custom(te, factories.mxfp8_factory, fp8_mha=True)
+    with pytest.raises(ValueError, match="quantization_alignment must be above 0"):
+        custom(te, factories.mxfp8_factory, quantization_alignment=0)
+    with pytest.raises(TypeError, match="unknown"):
+        custom(te, factories.mxfp8_factory, unknown=1)
+    scale = torch.ones(1)
+    with pytest.raises(ValueError, match="Answer with DelayedScalingRequest"):
+        custom(te, lambda role: te.Float8Quantizer(scale, scale.clone(), te.DType.kFloat8E4M3))

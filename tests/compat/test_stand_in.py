@@ -144,8 +144,8 @@ def test_a_missing_attribute_names_itself_and_the_nearest(te: ModuleType) -> Non
     ) as e:
         te.LayerNormLinaer  # noqa: B018
     assert "The nearest name that it has is `transformer_engine.pytorch.LayerNormLinear`." in str(e.value)
-    assert not hasattr(te, "Fp8Padding")
-    assert getattr(te, "Fp8Padding", None) is None
+    assert not hasattr(te, "InferenceParams")
+    assert getattr(te, "InferenceParams", None) is None
 
 
 def test_onnx_export_says_what_to_use(te: ModuleType) -> None:
@@ -155,6 +155,52 @@ def test_onnx_export_says_what_to_use(te: ModuleType) -> None:
         import transformer_engine.pytorch.export  # noqa: F401
 
 
+@pytest.mark.parametrize(
+    "name, instead",
+    [
+        ("InferenceParams", "no key-value cache"),
+        ("ops", "Use the modules"),
+        ("get_cpu_offload_context", "save_on_cpu"),
+        ("mark_not_offload", "save_on_cpu"),
+        ("prepare_for_saving", "save_for_backward"),
+        ("newton_schulz", "no Muon"),
+        ("debug", "docs/bad-numbers.md"),
+        ("router", "torch.topk"),
+        ("ep", "no expert parallelism"),
+    ],
+)
+def test_names_of_its_documentation_say_what_to_use(te: ModuleType, name: str, instead: str) -> None:
+    with pytest.raises(AttributeError, match=instead):
+        getattr(te, name)
+
+
+def test_its_compiled_part_has_the_names_that_programs_need_of_it(te: ModuleType) -> None:
+    import transformer_engine_torch as tex
+
+    assert tex.DType is te.DType
+    with pytest.raises(AttributeError, match="`transformer_engine_torch.generic_gemm`. It is compiled code"):
+        tex.generic_gemm  # noqa: B018
+    with pytest.raises(ImportError, match="It is compiled code"):
+        from transformer_engine_torch import quantize  # noqa: F401
+
+
+def test_names_beside_the_modules(te: ModuleType) -> None:
+    from transformer_engine.pytorch.permutation import moe_permute
+
+    assert te.moe_permute is moe_permute
+    assert te.RotaryPositionEmbedding is ottava.attention.RotaryPositionEmbedding
+    assert te.UserBufferQuantizationMode.FP8 is te.module.UserBufferQuantizationMode.FP8
+    rows = torch.arange(8)
+    mixed = te.interleave_glu_tensor(rows, 2)
+    assert mixed.tolist() == [0, 1, 4, 5, 2, 3, 6, 7] and torch.equal(te.deinterleave_glu_tensor(mixed, 2), rows)
+    with pytest.raises(ValueError, match="multiple of 6"):
+        te.interleave_glu_tensor(rows, 3)
+    logits, targets = torch.randn(2, 3, 16, requires_grad=True), torch.tensor([[1, -100, 3], [0, 5, 15]])
+    loss = te.parallel_cross_entropy(logits, targets, 0.1, True)
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), label_smoothing=0.1)
+    torch.testing.assert_close(loss, expected)
+
+
 def test_from_import_of_a_missing_name_has_the_same_message(te: ModuleType) -> None:
     with pytest.raises(ImportError, match=r"nearest name that it has is `transformer_engine\.pytorch\.Linear`"):
         from transformer_engine.pytorch import Linaer  # noqa: F401
@@ -162,9 +208,7 @@ def test_from_import_of_a_missing_name_has_the_same_message(te: ModuleType) -> N
         from transformer_engine.common.recipe import DelayedScalin  # noqa: F401
 
 
-@pytest.mark.parametrize(
-    "name", ["transformer_engine.jax", "transformer_engine_torch", "transformer_engine.pytorch.ops"]
-)
+@pytest.mark.parametrize("name", ["transformer_engine.jax", "transformer_engine_jax", "transformer_engine.pytorch.ops"])
 def test_modules_ottava_does_not_have_fail_clearly(te: ModuleType, name: str) -> None:
     with pytest.raises(ModuleNotFoundError, match=f"Ottava does not have `{name}`"):
         importlib.import_module(name)

@@ -290,6 +290,17 @@ def test_copy_of_another_shape_is_refused() -> None:
     assert torch.equal(q.dequantize(), before)
 
 
+def test_data_can_be_exchanged() -> None:
+    block = recipe.Float8BlockScaling()
+    q = torch.nn.Parameter(ottava.quantize(torch.ones(128, 128), block))
+    q.data = torch.full((256, 128), 3.0, dtype=torch.bfloat16)
+    assert q.shape == (256, 128) and q.dtype == torch.bfloat16 and q.rowwise_data.shape == (256, 128)
+    assert torch.equal(q.dequantize(), torch.full((256, 128), 3.0, dtype=torch.bfloat16))
+    other = ottava.quantize(torch.full((32, 64), 2.0), recipe.MXFP8BlockScaling())
+    q.data = other
+    assert q.scheme == other.scheme and q.shape == (32, 64) and torch.equal(q.dequantize(), other.dequantize())
+
+
 def test_copy_from_another_dtype() -> None:
     q, x = make(dtype=torch.bfloat16), torch.randn(256, 128)
     q.copy_(x)

@@ -124,6 +124,8 @@ def answers() -> dict[str, Any]:
         "synchronize": lambda device=None: None,
         "current_device": lambda: 0,
         "get_device_capability": lambda device=None: (0, 0),
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda new_state, device=None: torch.set_rng_state(new_state),
         "Event": CpuEvent,
     }
     count = _heap_counter()

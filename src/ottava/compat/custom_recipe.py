@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ottava.compat.quantizers import (
     DelayedScalingRequest,
+    Float8Quantizer,
     HybridQuantizer,
     IdentityQuantizer,
     Quantizer,
@@ -36,8 +37,21 @@ _TENSOR_TYPES = dict(zip(ROLES, ("input", "weight", "grad_output")))
 class _Resolved(type):
     """Makes `CustomRecipe(...)` give the recipe that it stands for."""
 
-    def __call__(cls, qfactory: Callable, backward_override: str | None = None, **options: Any) -> Recipe:
-        return _resolve(qfactory, backward_override)
+    def __call__(
+        cls,
+        qfactory: Callable,
+        fp8_format: Format = Format.HYBRID,
+        fp8_dpa: bool = False,
+        fp8_mha: bool = False,
+        backward_override: str | None = None,
+        quantization_alignment: int = 128,
+    ) -> Recipe:
+        # There too fp8_format changes nothing: the quantizers say their formats. The alignment is for padding, which nothing needs here.
+        if quantization_alignment <= 0:
+            raise ValueError(f"CustomRecipe: quantization_alignment must be above 0, got {quantization_alignment}.")
+        recipe = _resolve(qfactory, backward_override)
+        wanted = {"fp8_dpa": fp8_dpa, "fp8_mha": fp8_mha}
+        return _with_attention(recipe, wanted) if any(wanted.values()) and recipe.quantizes else recipe
 
 
 class CustomRecipe(metaclass=_Resolved):
@@ -57,6 +71,11 @@ def _resolve(qfactory: Callable, override: str | None) -> Recipe:
     if requests:
         return _delayed(answers)
     for role, answer in answers.items():
+        if isinstance(answer, Float8Quantizer):
+            raise ValueError(
+                f"CustomRecipe: qfactory answered a Float8Quantizer for the {_TENSOR_TYPES[role]} of a linear layer, whose scale would be "
+                "the same for all layers and steps. Answer with DelayedScalingRequest(), or with a Float8CurrentScalingQuantizer."
+            )
         if not isinstance(answer, Quantizer):
             raise ValueError(
                 f"CustomRecipe: qfactory answered {type(answer).__name__} for the {_TENSOR_TYPES[role]} of a linear layer; "
@@ -81,6 +100,21 @@ def _resolve(qfactory: Callable, override: str | None) -> Recipe:
             "have no such copy here: their backward multiplies by the dequantized bytes.",
         )
     return recipe
+
+
+def _with_attention(recipe: Recipe, wanted: dict[str, bool]) -> Recipe:
+    """`recipe` with FP8 attention, if it can have that."""
+    if isinstance(recipe, HybridScaling):
+        raise ValueError(
+            f"CustomRecipe: {wanted} asks for FP8 attention, which a recipe of two others does not offer: {recipe!r}."
+        )
+    warn_once(
+        "CustomRecipe: FP8 attention has one scale a tensor, from the tensors at hand; qfactory is not asked about it."
+    )
+    found = replace(recipe, **wanted)  # type: ignore[type-var]
+    if HYBRID_RECIPES.get(id(recipe)) is recipe:
+        HYBRID_RECIPES[id(found)] = found
+    return found
 
 
 def _delayed(answers: dict[str, Any]) -> DelayedScaling:

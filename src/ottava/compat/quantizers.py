@@ -1,23 +1,31 @@
-"""TransformerEngine's quantizers, as far as a `CustomRecipe` needs them: each says in which scheme it quantizes.
+"""TransformerEngine's quantizers: each says in which scheme it quantizes, for a `CustomRecipe`, and quantizes a tensor it is given.
 
 A factory is asked with a role ("linear" input, weight, grad_output) and answers with a quantizer. Those of TransformerEngine's own
-recipes are here under their names; a program's own factories compose them.
+recipes are in `quantizer_factories`; a program's own factories compose them.
 """
 
 from __future__ import annotations
 
+import copy
 import enum
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from ottava.kernels.cast import operand_amax
+from ottava.quant.quantizer import quantize_by_scheme
 from ottava.quant.scheme import Scheme
-from ottava.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from ottava.quant.tensor import QuantizedTensor
+from ottava.recipe import DelayedScaling
 
 __all__ = [
     "DType",
     "DelayedScalingRequest",
     "Float8BlockQuantizer",
     "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
     "HybridQuantizer",
     "IdentityQuantizer",
     "MXFP8Quantizer",
@@ -25,12 +33,6 @@ __all__ = [
     "Quantizer",
     "QuantizerRequest",
     "QuantizerRole",
-    "current_scaling_factory",
-    "delayed_scaling_factory",
-    "float8_block_scaling_factory",
-    "high_precision_factory",
-    "mxfp8_factory",
-    "nvfp4_factory",
 ]
 
 
@@ -50,14 +52,14 @@ class DType(enum.IntEnum):
     kFloat4E2M1 = 10
 
 
-_FORMATS = {DType.kFloat8E4M3: "e4m3", DType.kFloat8E5M2: "e5m2", DType.kFloat4E2M1: "e2m1"}
+FORMATS = {DType.kFloat8E4M3: "e4m3", DType.kFloat8E5M2: "e5m2", DType.kFloat4E2M1: "e2m1"}
 
 
 def _format(dtype: Any) -> str:
-    if dtype not in _FORMATS:
-        known = ", ".join(f"DType.{dtype.name}" for dtype in _FORMATS)
+    if dtype not in FORMATS:
+        known = ", ".join(f"DType.{dtype.name}" for dtype in FORMATS)
         raise ValueError(f"A quantizer makes FP8 or FP4: its dtype must be one of {known}, got {dtype!r}.")
-    return _FORMATS[dtype]
+    return FORMATS[dtype]
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,63 @@ class QuantizerRole:
 
 
 class Quantizer:
-    """How one tensor is quantized."""
+    """How one tensor is quantized. Called with a tensor it gives a `QuantizedTensor`."""
+
+    rowwise: bool = True
+    columnwise: bool = True
+
+    def __call__(self, tensor: Tensor) -> Any:
+        return self.quantize(tensor)
+
+    def quantize(self, tensor: Tensor, *, out: QuantizedTensor | None = None, dtype: torch.dtype | None = None) -> Any:
+        """`tensor` quantized, into `out` if there is one; dtype: that the result stands for."""
+        if out is not None:
+            return self.update_quantized(tensor, out)
+        scheme = self.scheme()
+        source = tensor if dtype is None else tensor.to(dtype)
+        if scheme is None:
+            return source
+        scale, amax = self._scale(source), self._amax(source)
+        return quantize_by_scheme(source, scheme, scale, amax, self.rowwise, self.columnwise)
+
+    def update_quantized(self, src: Tensor, dst: QuantizedTensor, *, noop_flag: Tensor | None = None) -> Any:
+        """Writes `src` into `dst`, which is of this quantizer's scheme; not at all if `noop_flag` is not 0."""
+        scheme = self.scheme()
+        if not isinstance(dst, QuantizedTensor) or scheme is None or not dst.scheme.same_bytes(scheme):
+            found = dst.scheme if isinstance(dst, QuantizedTensor) else type(dst).__name__
+            raise ValueError(f"{type(self).__name__} quantizes to {scheme}, and cannot write into {found}.")
+        if noop_flag is None or not noop_flag.item():
+            both = quantize_by_scheme(src, scheme, self._scale(src), self._amax(src))
+            with torch.no_grad():
+                dst.copy_(both)
+        return dst
+
+    def _scale(self, tensor: Tensor) -> Tensor | None:
+        """What `tensor` is multiplied by; None: the scheme computes it."""
+        return None
+
+    def _amax(self, tensor: Tensor) -> Tensor | None:
+        """What the scale is computed from; None: the scheme finds it."""
+        return None
+
+    def copy(self) -> Quantizer:
+        """Another one with the same settings; tensors are shared."""
+        return copy.copy(self)
+
+    def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
+        """Which copies it makes."""
+        self.rowwise = self.rowwise if rowwise is None else rowwise
+        self.columnwise = self.columnwise if columnwise is None else columnwise
+
+    @property
+    def rowwise_usage(self) -> bool:
+        """Whether it makes the rowwise copy."""
+        return self.rowwise
+
+    @property
+    def columnwise_usage(self) -> bool:
+        """Whether it makes the columnwise copy."""
+        return self.columnwise
 
     def scheme(self) -> Scheme | None:
         """None: it stays as it is."""
@@ -80,27 +138,69 @@ class Quantizer:
         )
 
 
+def _shared_amax(quantizer: Any, tensor: Tensor) -> Tensor | None:
+    """The amax over all ranks of the quantizer's group, if it is to be shared."""
+    if not quantizer.with_amax_reduction:
+        return None
+    amax = operand_amax(tensor.detach().reshape(-1, tensor.shape[-1]), quantizer.scheme())
+    torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, quantizer.amax_reduction_group)
+    return amax
+
+
 @dataclass
 class IdentityQuantizer(Quantizer):
     """Leaves tensors in high precision."""
 
     rowwise: bool = True
     columnwise: bool = True
+    dtype: torch.dtype | None = None
+
+    def quantize(self, tensor: Tensor, *, out: QuantizedTensor | None = None, dtype: torch.dtype | None = None) -> Any:
+        """`tensor`, in the quantizer's dtype if it has one."""
+        return super().quantize(tensor, out=out, dtype=dtype or self.dtype)
 
     def scheme(self) -> None:
         """It stays as it is."""
 
 
+@dataclass(eq=False)
+class Float8Quantizer(Quantizer):
+    """One scale a tensor, which is given. `amax` grows to the largest magnitude of what is quantized."""
+
+    scale: Tensor
+    amax: Tensor
+    fp8_dtype: Any
+    _: KW_ONLY
+    rowwise: bool = True
+    columnwise: bool = True
+
+    def _scale(self, tensor: Tensor) -> Tensor:
+        if tensor.numel():
+            self.amax.clamp_(min=tensor.detach().abs().amax().to(self.amax))
+        return self.scale.detach().to(tensor.device, torch.float32).reshape(1)
+
+    def scheme(self) -> Scheme:
+        """As that of `DelayedScaling`."""
+        return Scheme(_format(self.fp8_dtype))
+
+
 @dataclass
 class Float8CurrentScalingQuantizer(Quantizer):
-    """One scale a tensor, from its own amax. `device` and the process group are not needed: they are the tensor's."""
+    """One scale a tensor, from its own amax, or from that of all ranks of `amax_reduction_group` (`with_amax_reduction`). `device` is not
+    needed: it is the tensor's. In a `CustomRecipe` the modules know which ranks share a scale."""
 
     fp8_dtype: Any
     device: Any = None
+    _: KW_ONLY
     rowwise: bool = True
     columnwise: bool = True
+    with_amax_reduction: bool = False
+    amax_reduction_group: Any = None
     force_pow_2_scales: bool = False
     amax_epsilon: float = 0.0
+
+    def _amax(self, tensor: Tensor) -> Tensor | None:
+        return _shared_amax(self, tensor)
 
     def scheme(self) -> Scheme:
         """One scale."""
@@ -112,6 +212,7 @@ class Float8BlockQuantizer(Quantizer):
     """Blocks of 128 (`block_scaling_dim=1`) or 128x128 (2)."""
 
     fp8_dtype: Any
+    _: KW_ONLY
     rowwise: bool = True
     columnwise: bool = True
     amax_epsilon: float = 0.0
@@ -129,11 +230,17 @@ class MXFP8Quantizer(Quantizer):
     """Blocks of 32 with E8M0 scales."""
 
     fp8_dtype: Any
+    _: KW_ONLY
     rowwise: bool = True
     columnwise: bool = True
+    with_2d_quantization: bool = False
 
     def scheme(self) -> Scheme:
         """1x32 blocks."""
+        if self.with_2d_quantization:
+            raise ValueError(
+                "MXFP8Quantizer(with_2d_quantization=True): blocks are 1x32 here, not 32x32; leave it out."
+            )
         return Scheme(_format(self.fp8_dtype), (1, 32))
 
 
@@ -144,14 +251,28 @@ class NVFP4Quantizer(Quantizer):
     fp4_dtype: Any = DType.kFloat4E2M1
     rowwise: bool = True
     columnwise: bool = True
+    with_amax_reduction: bool = False
+    amax_reduction_group: Any = None
     with_rht: bool = False
     with_post_rht_amax: bool = False
     with_2d_quantization: bool = False
     stochastic_rounding: bool = False
+    row_scaled_nvfp4: bool = False
+    nvfp4_use_4over6: bool = False
+    nvfp4_e4m3_max: int = 448
+    nvfp4_4over6_err_mode: str = "MAE"
     with_random_sign_mask: bool = True
+
+    def _amax(self, tensor: Tensor) -> Tensor | None:
+        return _shared_amax(self, tensor)
 
     def scheme(self) -> Scheme:
         """1x16 or 16x16 blocks."""
+        if self.row_scaled_nvfp4 or self.nvfp4_use_4over6:
+            raise ValueError(
+                "NVFP4Quantizer offers neither row_scaled_nvfp4 nor nvfp4_use_4over6: a tensor has one scale above those of its blocks, "
+                "and blocks reach 6. Leave them out."
+            )
         if self.with_post_rht_amax != self.with_rht or not self.with_random_sign_mask:
             raise ValueError(
                 f"NVFP4Quantizer(with_rht={self.with_rht}, with_post_rht_amax={self.with_post_rht_amax}, with_random_sign_mask="
@@ -195,59 +316,3 @@ class DelayedScalingRequest(QuantizerRequest):
     amax_compute_algo: Any = "max"
     scaling_factor_compute_algo: Any = None
     reduce_amax: bool = True
-
-
-# ------------------------------------------------------------------------------------- the factories of TransformerEngine's recipes
-
-
-def _weight(role: QuantizerRole | None) -> bool:
-    return role is not None and role.tensor_type == "weight"
-
-
-def _grad(role: QuantizerRole | None) -> bool:
-    return role is not None and role.tensor_type == "grad_output"
-
-
-def _of(recipe: Any, role: QuantizerRole | None) -> Scheme:
-    return Scheme.of(recipe, "weight" if _weight(role) else "grad" if _grad(role) else "input")
-
-
-def _dtype(scheme: Scheme) -> DType:
-    return next(dtype for dtype, name in _FORMATS.items() if name == scheme.element.name)
-
-
-def high_precision_factory(role: QuantizerRole | None) -> IdentityQuantizer:
-    """Quantizes nothing."""
-    return IdentityQuantizer()
-
-
-def delayed_scaling_factory(role: QuantizerRole | None) -> DelayedScalingRequest:
-    """As `DelayedScaling()`."""
-    return DelayedScalingRequest()
-
-
-def current_scaling_factory(role: QuantizerRole | None) -> Float8CurrentScalingQuantizer:
-    """As `Float8CurrentScaling()`."""
-    return Float8CurrentScalingQuantizer(_dtype(_of(Float8CurrentScaling(), role)))
-
-
-def float8_block_scaling_factory(role: QuantizerRole | None) -> Float8BlockQuantizer:
-    """As `Float8BlockScaling()`."""
-    scheme = _of(Float8BlockScaling(), role)
-    return Float8BlockQuantizer(_dtype(scheme), block_scaling_dim=1 if scheme.two_copies else 2)
-
-
-def mxfp8_factory(role: QuantizerRole | None) -> MXFP8Quantizer:
-    """As `MXFP8BlockScaling()`."""
-    return MXFP8Quantizer(_dtype(_of(MXFP8BlockScaling(), role)))
-
-
-def nvfp4_factory(role: QuantizerRole | None) -> NVFP4Quantizer:
-    """As `NVFP4BlockScaling()`."""
-    scheme = _of(NVFP4BlockScaling(), role)
-    return NVFP4Quantizer(
-        with_rht=scheme.hadamard,
-        with_post_rht_amax=scheme.hadamard,
-        with_2d_quantization=not scheme.two_copies,
-        stochastic_rounding=scheme.stochastic,
-    )

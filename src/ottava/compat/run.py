@@ -11,6 +11,7 @@ from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 
 from ottava.compat.cuda import answer_for_cpu
+from ottava.compat.environment import tell_of_variables
 from ottava.compat.process_groups import make_groups_of_gloo
 from ottava.compat.seeds import follow_seeds
 from ottava.compat.stand_in import install
@@ -59,10 +60,7 @@ def run_script(path: str, arguments: list[str]) -> int:
     except OSError as error:
         return _refuse(f"cannot open {path!r}: {error.strerror}")
     sys.argv[:] = [path, *arguments]
-    install()
-    answer_for_cpu()
-    make_groups_of_gloo()
-    follow_seeds()
+    _prepare()
     if os.path.isdir(path) or path.endswith((".zip", ".pyz")):
         return _guarded(lambda: runpy.run_path(path, run_name="__main__"))
     if not sys.flags.safe_path:
@@ -72,10 +70,7 @@ def run_script(path: str, arguments: list[str]) -> int:
 
 def run_module(name: str, arguments: list[str]) -> int:
     """Runs the module `name` as `__main__`, as `python -m` does."""
-    install()
-    answer_for_cpu()
-    make_groups_of_gloo()
-    follow_seeds()
+    _prepare()
     sys.argv[:] = ["-m", *arguments]
     try:
         found = importlib.util.find_spec(name)
@@ -84,6 +79,15 @@ def run_module(name: str, arguments: list[str]) -> int:
     if found is None:
         return _refuse(f"no module named {name!r}")
     return _guarded(lambda: runpy.run_module(name, run_name="__main__", alter_sys=True))
+
+
+def _prepare() -> None:
+    """Everything that the program will find changed."""
+    install()
+    answer_for_cpu()
+    make_groups_of_gloo()
+    follow_seeds()
+    tell_of_variables()
 
 
 def _execute(path: str) -> None:

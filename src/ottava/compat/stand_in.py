@@ -16,15 +16,16 @@ from ottava.compat.gathers import lend_hooks, take_hooks_back
 from ottava.compat.names import FOREIGN, INSTEAD, SOURCES, VERSION
 from ottava.compat.tensors import lend_attributes, take_attributes_back
 
-ROOT = "transformer_engine"
+ROOT, COMPILED = "transformer_engine", "transformer_engine_torch"
 
 
 def missing(full_name: str, known: Sequence[str]) -> str:
     """What to say about a name that Ottava does not have; known: the names of the same module that it has."""
     parent, _, name = full_name.rpartition(".")
     text = f"Ottava does not have `{full_name}`."
-    if name in INSTEAD:
-        return f"{text} {INSTEAD[name]}"
+    instead = INSTEAD.get(name, INSTEAD.get(parent))
+    if instead is not None:
+        return f"{text} {instead}"
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"{text} The nearest name that it has is `{parent}.{near[0]}`." if near else text
 
@@ -81,7 +82,7 @@ class _Finder(MetaPathFinder, Loader):
         if fullname in SOURCES:
             # All are packages: `from module import name` then asks this finder about a missing name, and the user sees its message.
             return ModuleSpec(fullname, self, is_package=True)
-        if fullname in FOREIGN or fullname.startswith(f"{ROOT}."):
+        if fullname in FOREIGN or fullname.startswith((f"{ROOT}.", f"{COMPILED}.")):
             parent = sys.modules.get(fullname.rpartition(".")[0])
             # Without a `name`, because importlib swallows the error of a submodule that carries its own.
             raise ModuleNotFoundError(missing(fullname, dir(parent) if isinstance(parent, StandIn) else ()))
@@ -100,7 +101,7 @@ _REPLACED: dict[str, ModuleType] = {}
 
 
 def _loaded() -> list[str]:
-    return [n for n in sys.modules if n in FOREIGN or n == ROOT or n.startswith(f"{ROOT}.")]
+    return [n for n in sys.modules if n in FOREIGN or n in SOURCES or n.startswith(f"{ROOT}.")]
 
 
 def install() -> None:

@@ -8,6 +8,8 @@ import torch
 
 from ottava.kernels.gemm import recipe_emulated_because
 from ottava.nn.base import QuantizedModule as TransformerEngineBaseModule
+from ottava.quant.quantization import Quantization
+from ottava.quant.scheme import weight_scheme
 from ottava.quant.state import CURRENT, default_recipe
 from ottava.recipe import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe
 
@@ -18,6 +20,7 @@ __all__ = [
     "check_fp8_support",
     "check_mxfp8_support",
     "check_nvfp4_support",
+    "get_align_size_for_quantization",
     "get_cudnn_version",
     "get_default_fp8_recipe",
     "get_default_recipe",
@@ -125,6 +128,11 @@ def get_default_recipe() -> Recipe:
 
 
 get_default_fp8_recipe = get_default_recipe
+
+
+def get_align_size_for_quantization(recipe: Recipe) -> int:
+    """What `Fp8Padding` fills the rows of a group up to a multiple of, without being told."""
+    return 128 if weight_scheme(recipe).elements_per_byte > 1 else Quantization.of(recipe).feature_multiple
 
 
 class FP8GlobalStateManager:

@@ -113,8 +113,13 @@ _ATTRIBUTES: dict[str, Any] = {
     "_columnwise_storage": property(lambda q: _columnwise_storage(q)),
     "rowwise_sub_storage": property(lambda q: DirectionStorage(q, ROWWISE)),
     "columnwise_sub_storage": property(lambda q: _columnwise_storage(q)),
-    "quantize_": lambda q, tensor: q.requantize_(tensor),
+    "quantize_": lambda q, tensor, *, noop_flag=None: _quantize_into(q, tensor, noop_flag),
 }
+
+
+def _quantize_into(target: QuantizedTensor, tensor: Tensor, noop_flag: Tensor | None) -> QuantizedTensor:
+    """`tensor` into `target`, with fresh scales; nothing if `noop_flag` is not 0."""
+    return target if noop_flag is not None and noop_flag.item() else target.requantize_(tensor)
 
 
 def _columnwise_storage(tensor: QuantizedTensor) -> Any:

@@ -22,6 +22,7 @@ from ottava.nn.attention_request import (
     Sequences,
     check_heads,
     check_tensors,
+    refuse_context_parallel,
     refuse_what_is_not_offered,
 )
 from ottava.nn.base import default_device
@@ -163,6 +164,12 @@ class DotProductAttention(FollowsAutocast, torch.nn.Module):
             backend().distribute(self, "softmax_offset", self.layouts["softmax_offset"], tp_mesh, already_cut)
         elif self.softmax_offset is not None and not already_cut:
             self.softmax_offset = self.softmax_offset[: self.heads_per_partition]  # a constant
+
+    def set_context_parallel_group(
+        self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
+    ) -> None:
+        """Only None is accepted: attention runs over whole sequences."""
+        refuse_context_parallel(cp_group)
 
     def extra_repr(self) -> str:
         """Heads, mask and whatever differs from the plain case."""

@@ -20,6 +20,7 @@ _NOT_OFFERED: dict[str, Any] = {
     "score_mod_bprop_tensors": None,
     "qkv_layer": None,
     "kv_layer": None,
+    "qkv_interleave_dim": -3,
     "g": None,
     "beta": None,
     "initial_state": None,
@@ -69,6 +70,12 @@ def refuse_what_is_not_offered(others: dict[str, Any]) -> None:
     for key, value in others.items():
         if one_of("DotProductAttention: argument", key, tuple(_NOT_OFFERED)) and value != _NOT_OFFERED[key]:
             raise ValueError(f"DotProductAttention does not offer {key}={value!r}; leave it out.")
+
+
+def refuse_context_parallel(cp_group: Any) -> None:
+    """Context parallelism splits sequences over ranks, which the attention here does not do."""
+    if cp_group is not None:
+        raise ValueError("context parallelism is not offered: attention runs over whole sequences on each rank.")
 
 
 def check_heads(heads: int, groups: int, tp_size: int) -> None:

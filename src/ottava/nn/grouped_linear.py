@@ -10,7 +10,7 @@ from torch import Tensor
 from ottava.nn.base import QuantizedModule, default_device
 from ottava.nn.core import run_chain
 from ottava.nn.draw import InitMethod
-from ottava.nn.options import OverlapOptions, ParallelOptions, refuse_delayed_wgrad
+from ottava.nn.options import OverlapOptions, ParallelOptions, refuse_delayed_wgrad, tell_of_rng_tracker
 from ottava.nn.parallel_module import join_meshes, linear_layouts
 from ottava.nn.stage import Stage
 from ottava.nn.strategy import local
@@ -50,7 +50,10 @@ class GroupedLinear(QuantizedModule):
         ub_name: str | None = None,
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
         name: str | None = None,
+        use_grouped_tensor: bool | None = None,
         tp_mesh: Any = None,
         weight_mesh: Any = None,
     ) -> None:
@@ -58,12 +61,17 @@ class GroupedLinear(QuantizedModule):
             raise ValueError(f"num_gemms must be at least 1, got {num_gemms}.")
         super().__init__(num_gemms, default_device(device), params_dtype, name)
         refuse_delayed_wgrad(delay_wgrad_compute)
+        tell_of_rng_tracker("GroupedLinear", rng_tracker_name)
+        if single_grouped_weight or single_grouped_bias or use_grouped_tensor:
+            raise ValueError(
+                "GroupedLinear offers neither single_grouped_weight, single_grouped_bias nor use_grouped_tensor: each group has parameters "
+                "of its own (weight0, bias0, ...). Its products are one launch on a GPU all the same; leave them out."
+            )
         if save_original_input:
             raise ValueError("GroupedLinear does not offer save_original_input: it keeps FP8 copies.")
         self.wgrad_accumulation = fuse_wgrad_accumulation
         self.parallel = ParallelOptions(tp_group, tp_size, sequence_parallel, parallel_mode, get_rng_state_tracker)
         self.overlap = OverlapOptions(ub_overlap_ag, ub_overlap_rs, False, False, False, ub_name)
-        self.rng_tracker_name = rng_tracker_name
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
         self.use_bias, self.return_bias = bias, return_bias
         self.init_method = init_method
@@ -102,12 +110,23 @@ class GroupedLinear(QuantizedModule):
                 getattr(self, f"bias{g}").zero_()
         self.delayed.reset()
 
-    def forward(self, inp: Tensor, m_splits: list[int] | Tensor, is_first_microbatch: bool | None = None) -> Any:
+    def forward(
+        self,
+        inp: Tensor,
+        m_splits: list[int] | Tensor,
+        is_first_microbatch: bool | None = None,
+        out: Tensor | None = None,
+        dgrad_out: Tensor | None = None,
+    ) -> Any:
         """inp [..., in_features]; m_splits: rows of each group, adding up to all rows. Returns [..., out_features].
 
         With sequence_parallel the rows of each group are spread over the ranks, the same number on each: a column's output has
         tp_size * m_splits[g] rows of group g, those of rank 0 first; a row's output has m_splits[g] / tp_size of them.
         """
+        if out is not None or dgrad_out is not None:
+            raise ValueError(
+                "GroupedLinear does not write into out or dgrad_out: take what it returns, and the input's grad."
+            )
         x = self.check_input(inp, self.in_features, local(self.weight0))
         rows = x.reshape(-1, self.in_features)
         if isinstance(m_splits, Tensor):

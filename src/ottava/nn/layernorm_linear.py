@@ -57,10 +57,11 @@ class LayerNormLinear(QuantizedModule):
         parameters_split: dict[str, int] | tuple[str, ...] | None = None,
         zero_centered_gamma: bool = False,
         device: torch.device | str | None = None,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
         ub_bulk_wgrad: bool = False,
         ub_bulk_dgrad: bool = False,
-        ub_overlap_ag: bool = False,
-        ub_overlap_rs_dgrad: bool = False,
         ub_name: str | None = None,
         delay_wgrad_compute: bool = False,
         symmetric_ar_type: str | None = None,
@@ -77,7 +78,7 @@ class LayerNormLinear(QuantizedModule):
             )
         self.parallel = ParallelOptions(tp_group, tp_size, sequence_parallel, parallel_mode, get_rng_state_tracker)
         self.overlap = OverlapOptions(
-            ub_overlap_ag, False, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad, ub_name, symmetric_ar_type
+            ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad, ub_name, symmetric_ar_type
         )
         self.in_features, self.out_features = in_features, out_features
         self.normalization = check_norm(normalization)
@@ -126,8 +127,8 @@ class LayerNormLinear(QuantizedModule):
         self,
         inp: Tensor,
         is_first_microbatch: bool | None = None,
-        fp8_grad: bool = False,
         fp8_output: bool = False,
+        fp8_grad: bool = False,
         residual: Tensor | None = None,
     ) -> Any:
         """inp [..., in_features] -> output, or (output, bias), (output, norm output), (output, bias, norm output) as asked for.

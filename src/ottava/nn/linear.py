@@ -17,6 +17,7 @@ from ottava.nn.options import (
     normalize_split,
     refuse_delayed_wgrad,
     split_names,
+    tell_of_rng_tracker,
 )
 from ottava.nn.parallel_module import join_meshes, linear_layouts
 from ottava.nn.stage import Stage
@@ -50,6 +51,7 @@ class Linear(QuantizedModule):
         tp_group: Any = None,
         tp_size: int = 1,
         get_rng_state_tracker: Any = None,
+        rng_tracker_name: str | None = None,
         init_method: InitMethod | None = None,
         bias: bool = True,
         return_bias: bool = False,
@@ -73,6 +75,7 @@ class Linear(QuantizedModule):
     ) -> None:
         super().__init__(1, default_device(device), params_dtype, name)
         refuse_delayed_wgrad(delay_wgrad_compute)
+        tell_of_rng_tracker("Linear", rng_tracker_name)
         self.parallel = ParallelOptions(tp_group, tp_size, sequence_parallel, parallel_mode, get_rng_state_tracker)
         self.overlap = OverlapOptions(
             ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad, ub_name, symmetric_ar_type

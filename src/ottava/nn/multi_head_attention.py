@@ -13,7 +13,7 @@ from ottava.nn import attention_mask as masks
 from ottava.nn.attention import DotProductAttention
 from ottava.nn.attention_documents import PackedDocuments
 from ottava.nn.attention_packed import documents_backend
-from ottava.nn.attention_request import FORMATS, check_heads
+from ottava.nn.attention_request import FORMATS, check_heads, refuse_context_parallel
 from ottava.nn.draw import InitMethod
 from ottava.nn.layernorm import LayerNorm, RMSNorm
 from ottava.nn.layernorm_linear import LayerNormLinear
@@ -72,6 +72,7 @@ class MultiheadAttention(torch.nn.Module):
         layer_number: int | None = None,
         attn_mask_type: str = "causal",
         window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
         tp_group: Any = None,
         tp_size: int = 1,
         num_gqa_groups: int | None = None,
@@ -105,7 +106,6 @@ class MultiheadAttention(torch.nn.Module):
         micro_batch_size: int | None = None,
         softmax_type: str = "vanilla",
         *,
-        bottom_right_diagonal: bool | None = None,
         recompute: str = "none",
         tp_mesh: Any = None,
         weight_mesh: Any = None,
@@ -246,6 +246,7 @@ class MultiheadAttention(torch.nn.Module):
         encoder_output: Tensor | None = None,
         attn_mask_type: str | None = None,
         window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
         is_first_microbatch: bool | None = None,
         checkpoint_core_attention: bool = False,
         inference_params: Any = None,
@@ -262,7 +263,6 @@ class MultiheadAttention(torch.nn.Module):
         fast_zero_fill: bool = True,
         pad_between_seqs: bool | None = None,
         *,
-        bottom_right_diagonal: bool | None = None,
         residual: Tensor | None = None,
     ) -> Any:
         """hidden_states [s, b, hidden] (or [b, s, hidden], [t, hidden]) -> the same shape.
@@ -462,12 +462,6 @@ def call_on_children(module: torch.nn.Module, method: str, *args: Any) -> None:
             getattr(child, method)(*args)
         else:
             call_on_children(child, method, *args)
-
-
-def refuse_context_parallel(cp_group: Any) -> None:
-    """Context parallelism splits sequences over ranks, which the attention here does not do."""
-    if cp_group is not None:
-        raise ValueError("context parallelism is not offered: attention runs over whole sequences on each rank.")
 
 
 def _check_layer_number(layer_number: int | None) -> int:

@@ -6,6 +6,8 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+from ottava.notices import warn_once
+
 RECOMPUTE_CHOICES = ("none", "selective")
 
 
@@ -53,6 +55,15 @@ def refuse_delayed_wgrad(delay_wgrad_compute: bool) -> None:
     """TransformerEngine's split backward (`backward_dw`) is for pipeline schedules, which Ottava does not have yet."""
     if delay_wgrad_compute:
         raise ValueError("delay_wgrad_compute=True is not offered: weight gradients are computed in the backward pass.")
+
+
+def tell_of_rng_tracker(module: str, rng_tracker_name: str | None) -> None:
+    """Says that TransformerEngine's choice of a random stream for initial weights chooses nothing."""
+    if rng_tracker_name is not None:
+        warn_once(
+            f"ottava: {module}: rng_tracker_name={rng_tracker_name!r} has no effect: initial weights follow from the seed and a module's "
+            "place in the model, on any number of ranks."
+        )
 
 
 @dataclass

@@ -12,7 +12,7 @@ from torch import Tensor
 from ottava.kernels.residual import bias_residual
 from ottava.nn import attention_mask as masks
 from ottava.nn.attention_documents import PackedDocuments
-from ottava.nn.attention_request import FORMATS
+from ottava.nn.attention_request import FORMATS, refuse_context_parallel
 from ottava.nn.draw import InitMethod
 from ottava.nn.drop_path import DropPath
 from ottava.nn.layernorm import LayerNorm, RMSNorm
@@ -22,7 +22,6 @@ from ottava.nn.multi_head_attention import (
     MultiheadAttention,
     call_on_children,
     head_channels,
-    refuse_context_parallel,
 )
 from ottava.nn.options import check_norm, part_name, pick
 from ottava.nn.random_replay import drawing_own_masks
@@ -77,7 +76,9 @@ class TransformerLayer(torch.nn.Module):
         kv_channels: int | None = None,
         self_attn_mask_type: str = "causal",
         window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
         enc_dec_attn_mask_type: str = "no_mask",
+        enc_dec_bottom_right_diagonal: bool | None = None,
         enc_dec_window_size: tuple[int, int] | None = None,
         tp_group: Any = None,
         tp_size: int = 1,
@@ -115,8 +116,6 @@ class TransformerLayer(torch.nn.Module):
         qk_norm_before_rope: bool = False,
         softmax_type: str = "vanilla",
         *,
-        bottom_right_diagonal: bool | None = None,
-        enc_dec_bottom_right_diagonal: bool | None = None,
         recompute: str = "none",
         tp_mesh: Any = None,
         weight_mesh: Any = None,
@@ -219,10 +218,12 @@ class TransformerLayer(torch.nn.Module):
         attention_mask: Tensor | PackedDocuments | None = None,
         self_attn_mask_type: str | None = None,
         window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
         encoder_output: Tensor | None = None,
         enc_dec_attn_mask: Tensor | tuple[Tensor, Tensor] | None = None,
         enc_dec_attn_mask_type: str | None = None,
         enc_dec_window_size: tuple[int, int] | None = None,
+        enc_dec_bottom_right_diagonal: bool | None = None,
         is_first_microbatch: bool | None = None,
         checkpoint_core_attention: bool = False,
         inference_params: Any = None,
@@ -239,8 +240,6 @@ class TransformerLayer(torch.nn.Module):
         fast_zero_fill: bool = True,
         pad_between_seqs: bool | None = None,
         *,
-        bottom_right_diagonal: bool | None = None,
-        enc_dec_bottom_right_diagonal: bool | None = None,
         residual: Tensor | None = None,
         return_residual: bool = False,
     ) -> Any:

@@ -177,6 +177,23 @@ class QuantizedTensor(torch.Tensor):
                 self._parts[name].copy_(tensor)
         return self
 
+    @property
+    def data(self) -> Any:
+        """The tensor without its history, as torch has it."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        # torch would exchange a memory that this tensor does not have, and leave bytes and scales as they are.
+        if type(value) is not QuantizedTensor:
+            plain = value._values() if isinstance(value, QuantizedTensor) else value.detach()
+            rowwise, columnwise = "rowwise_data" in self._parts, "columnwise_data" in self._parts
+            flat = plain.reshape(_flat_rows(plain.shape), plain.shape[-1])
+            made = torch.ops.ottava.quantize(flat, str(self.scheme), None, None, rowwise, columnwise)
+            value = QuantizedTensor.from_buffers(made, self.scheme, plain.shape, plain.dtype, rowwise, columnwise)
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self._parts, self.scheme, self._is_slice = dict(value._parts), value.scheme, value._is_slice
+
     def __setitem__(self, index: Any, value: Any) -> None:
         raise ValueError(
             "A part of a QuantizedTensor cannot be assigned: change a high-precision copy and copy_() it in whole."

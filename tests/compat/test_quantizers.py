@@ -1,0 +1,64 @@
+"""TransformerEngine's quantizers, called by a program itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import ottava
+from ottava import compat, recipe
+
+
+@pytest.fixture
+def te() -> Iterator[Any]:
+    with compat.installed():
+        import transformer_engine.pytorch as module
+
+        yield module
+
+
+def test_they_quantize_as_their_recipes_do(te: Any) -> None:
+    torch.manual_seed(0)
+    x, e4m3 = torch.randn(128, 256, dtype=torch.bfloat16), te.DType.kFloat8E4M3
+    for quantizer, made_by, role in (
+        (te.Float8CurrentScalingQuantizer(e4m3, device="cpu"), recipe.Float8CurrentScaling(), "input"),
+        (te.Float8BlockQuantizer(e4m3, rowwise=True, columnwise=True), recipe.Float8BlockScaling(), "weight"),
+        (te.MXFP8Quantizer(e4m3), recipe.MXFP8BlockScaling(), "input"),
+        (te.NVFP4Quantizer(with_2d_quantization=True), recipe.NVFP4BlockScaling(), "weight"),
+    ):
+        made, expected = quantizer(x), ottava.quantize(x, made_by, role)
+        assert made.scheme == expected.scheme.rounded
+        for name in ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv"):
+            assert torch.equal(getattr(made, name), getattr(expected, name)), (type(quantizer), name)
+        into = quantizer.copy().quantize(torch.zeros_like(x))
+        quantizer.update_quantized(x, into, noop_flag=torch.ones(1))
+        assert not into.dequantize().any()
+        assert quantizer.quantize(x, out=into) is into and torch.equal(into.dequantize(), made.dequantize())
+
+
+def test_a_given_scale_is_used_and_the_amax_grows(te: Any) -> None:
+    amax = torch.zeros(1, 1)
+    quantizer = te.Float8Quantizer(scale=torch.full((1,), 4.0), amax=amax, fp8_dtype=te.DType.kFloat8E4M3)
+    x = torch.tensor([[0.3, -2.5], [1.0, 0.0]])
+    q = quantizer(x)
+    assert isinstance(q, te.Float8Tensor) and q._scale_inv.item() == 0.25 and amax.item() == 2.5
+    assert q.dequantize().tolist() == [[0.3125, -2.5], [1.0, 0.0]]
+    quantizer.update_quantized(x / 2, q)
+    assert q._scale_inv.item() == 0.25 and amax.item() == 2.5
+    assert q.quantize_(x, noop_flag=torch.ones(1)) is q and q._scale_inv.item() == 0.25
+    quantizer.set_usage(columnwise=False)
+    assert quantizer(x).columnwise_data is None and not quantizer.columnwise_usage
+
+
+def test_what_they_do_not_offer_is_refused(te: Any) -> None:
+    x, e4m3 = torch.ones(32, 32), te.DType.kFloat8E4M3
+    with pytest.raises(ValueError, match="with_2d_quantization=True"):
+        te.MXFP8Quantizer(e4m3, with_2d_quantization=True)(x)
+    with pytest.raises(ValueError, match="row_scaled_nvfp4"):
+        te.NVFP4Quantizer(row_scaled_nvfp4=True)(x)
+    with pytest.raises(ValueError, match="cannot write into e4m3:1x32"):
+        te.Float8CurrentScalingQuantizer(e4m3, device="cpu").update_quantized(x, te.MXFP8Quantizer(e4m3)(x))
+    assert te.IdentityQuantizer(dtype=torch.bfloat16)(x).dtype == torch.bfloat16
