@@ -94,3 +94,13 @@ def test_torchs_adamw_trains_parts_as_it_trains_them_unquantized(name: str) -> N
         found = mlp.get_parameter(n)
         # A step writes twice (decay, then the moments' quotient), each time for gate and for up.
         assert distance(values(found), values(p)) < 2 * ROUNDING[name], n
+
+
+def test_rows_that_are_cut_twice_are_one_part_of_their_matrix() -> None:
+    """As torch cuts them where ranks are left without rows: 16 on 5 ranks."""
+    with ottava.quantized_model_init(recipe=RECIPES["current"]):
+        weight = ottava.Linear(32, 16, device="cpu").weight
+    one, other = weight.chunk(5)[0], weight.chunk(5)[0]
+    assert isinstance(one, Weight) and isinstance(other, Weight)
+    assert type(one.new_empty(0)) is torch.Tensor and one.new_empty(2, dtype=torch.uint8).dtype == torch.uint8
+    assert torch.equal(one, other) and other.memory.group.parts == [other.memory]

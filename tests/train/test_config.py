@@ -190,6 +190,7 @@ FUSED = ["--optimizer.name", "fused_adam"]
         (["--train.steps", "0"], "train.steps must be at least 1, got 0"),
         (["--optimizer.betas", "0.9", "1.5"], "optimizer.betas must lie in [0, 1)"),
         (["--train.seed", "1" + "0" * 30], "train.seed must be at most"),
+        (["--optimizer.eps", "-1"], "optimizer.eps must be at least 0, got -1"),
         (["--model.pad-vocab-to", "1000000000000"], "model.pad_vocab_to must be at most 1,048,576"),
         (["--health.watchdog-s", "1e300"], "health.watchdog_s must be at most 1,000,000,000"),
         (["--train.run", "~nobody-here/x"], "train.run is ~nobody-here/x, but there is no such home folder here"),

@@ -189,7 +189,7 @@ def test_checkpoints_that_are_gone_are_missed(two, folder):
     config.run_folder.mkdir()
     (config.run_folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     checkpoints = config.run_folder / "checkpoints"
-    checkpoints.symlink_to(folder / "nowhere")  # a disk that is not mounted
+    checkpoints.symlink_to(folder / "no-such-disk")  # a disk that is not mounted
     with pytest.raises(ValueError, match="checkpoints is not a folder, or a link that leads nowhere"):
         prepare(config)
     checkpoints.unlink()

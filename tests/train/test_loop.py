@@ -315,6 +315,9 @@ def test_a_new_run_begins_with_the_checkpoint_of_another(two, folder, whole):
     assert exact(config) == exact(whole)[8:]
     none = replace(config, checkpoint=replace(config.checkpoint, load="none"))
     assert two.run(none) == exits.WRONG_USAGE and "has a run already" in two.said
+    for chosen in (whole.run_folder, whole.run_folder / "checkpoints"):
+        assert two.run(tiny(folder, "many", checkpoint={"load": str(chosen)})) == exits.WRONG_USAGE
+        assert f"{chosen} is not a checkpoint, but has some: name one of them, such as" in two.said
 
 
 def test_a_new_run_begins_with_weights_of_hugging_face_if_that_is_said(two, folder, whole):

@@ -158,6 +158,9 @@ def test_the_launcher_passes_a_signal_on_once_and_gives_up_when_ctrl_c_is_presse
     assert signals.abandoned and all(rank.killed for rank in ranks)
     said = capfd.readouterr().err
     assert said == "ottava train: SIGINT: saving; press Ctrl-C again to abandon.\nottava train: abandoned.\n"
+    late = LauncherSignals(ranks)
+    late.abandon()  # all have saved and ended
+    assert not late.abandoned and capfd.readouterr().err == ""
 
 
 def _wait_for_ctrl_c(asked: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 
 import pytest
 
@@ -138,8 +139,11 @@ def test_nothing_is_destroyed_by_tokenizing(tmp_path, tokenizer_json):
     with pytest.raises(ValueError, match="lies in .*, which is read"):  # a new file would be read while it is written
         tokenize([tmp_path], tmp_path / "new.tokens")
     assert text.read_text() == "abc"
-    with pytest.raises(ValueError, match="/dev/null is not a file: give the token file another name"):
-        tokenize([text], "/dev/null", overwrite=True)
+    os.mkfifo(
+        tmp_path / "pipe"
+    )  # stands for a device: /dev/null would be replaced, and missed by everybody, if this failed
+    with pytest.raises(ValueError, match="pipe is not a file: give the token file another name"):
+        tokenize([text], tmp_path / "pipe", overwrite=True)
     assert tokenize([text], out).count == 4
     text.write_text("abcdef")
     with pytest.raises(ValueError, match=r"a.tokens exists: give another name, or --overwrite"):

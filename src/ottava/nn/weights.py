@@ -20,7 +20,7 @@ from ottava.nn.weight_entries import ENTRIES, state_entries
 from ottava.quant.scheme import weight_scheme
 from ottava.quant.state import CURRENT
 from ottava.quant.tensor import QuantizedTensor
-from ottava.quant.weight import Weight
+from ottava.quant.weight import State, Weight
 from ottava.quant.weight_memory import Groups, WeightMemory
 from ottava.quant.weight_parts import join_parts, link_parts
 from ottava.quant.weight_writes import mark_written
@@ -161,14 +161,15 @@ class WeightModule(nn.Module):
             weight = held(value)
             if isinstance(weight, Weight) and weight.stored_quantized:
                 self._bind(weight.memory, value)
-            elif name in own["_parameters"]:
+            elif name in own["_parameters"] and not isinstance(weight, Weight):
                 self._refuse_columns(name, value)
         super().__setattr__(name, value)
 
     def _refuse_columns(self, name: str, value: Any) -> None:
         """`fully_shard` has put values in the place of a stored weight, which can be cut into rows alone."""
         cut = [placement for placement in value.placements if placement.is_shard() and placement.dim != 0]
-        if cut and isinstance(held(self._parameters[name]), Weight):
+        before = self.stored_weights().get(name)
+        if cut and before is not None and before.state is State.WHOLE:
             raise ValueError(
                 f"{self.describe(name)} is stored in FP8, and FSDP can cut it into rows only, not by {cut[0]}: let shard_placement_fn "
                 "return None for weights that quantized_model_init has made."

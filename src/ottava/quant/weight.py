@@ -390,6 +390,7 @@ _HANDLERS: dict[Any, Callable] = {
     aten.slice.Tensor: weight_views.slice_rows,
     aten.split.Tensor: weight_views.split,
     aten.new_zeros.default: weight_views.new_zeros,
+    aten.new_empty.default: weight_views.new_empty,
     aten.empty_like.default: weight_views.empty_like,
     aten.copy_.default: weight_writes.copy,
     aten.clone.default: weight_views.clone,

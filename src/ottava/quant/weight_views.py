@@ -109,6 +109,11 @@ def new_zeros(func: Any, weight: Weight, size: Any, *, dtype: Any = None, device
     return type(weight)(cell, State.SHARD, tuple(size), weight.dtype, weight.device, master)
 
 
+def new_empty(func: Any, weight: Weight, size: Any, **options: Any) -> Tensor:
+    """A plain tensor. (FSDP asks the first shard for it where ranks have no rows, and it is to make no bytes for that.)"""
+    return torch.empty(size, **{"dtype": weight.dtype, "device": weight.device, **options})
+
+
 def _can_be_cut(weight: Weight) -> bool:
     """Whether the bytes of rows can be made from these rows alone."""
     scheme = weight.memory.group.scheme
@@ -116,9 +121,15 @@ def _can_be_cut(weight: Weight) -> bool:
 
 
 def _shard_memory(weight: Weight, start: int, stop: int, padded: int) -> WeightMemory:
-    """That of rows [start, stop), with room for `padded`."""
+    """That of rows [start, stop), with room for `padded`.
+
+    Rows may be cut more than once. Of those who hold the same ones the shard that FSDP keeps, else the newest, is a part of the matrix.
+    """
     place = weight.memory.place.shard(start, stop, padded)
     made = weight.memory.part(place, ("shard", place.world, start // max(padded, 1) if stop > start else "empty"))
+    same = [part for part in made.group.parts if part.place == place]
+    kept = next((part for part in same if part.shard_groups), made)
+    made.group.parts = [part for part in made.group.parts if part is kept or part not in same]
     weight.memory.shards.add(made)
     return made
 

@@ -22,6 +22,8 @@ AT_LEAST: dict[tuple[str, str], float] = {
     ("optimizer", "lr"): 0,
     ("optimizer", "weight_decay"): 0,
     ("optimizer", "clip"): 0,
+    ("optimizer", "eps"): 0,
+    ("model", "norm_eps"): 0,
     ("schedule", "warmup_steps"): 0,
     ("train", "steps"): 1,
     ("train", "global_batch"): 1,

@@ -59,12 +59,14 @@ class LauncherSignals(StopSignal):
                 os.kill(process.pid, number)
 
     def abandon(self) -> None:
-        """Ends the ranks, whatever they do."""
+        """Ends the ranks, whatever they do. If all have ended by themselves, they have saved, and nothing is abandoned."""
+        running = [process for process in self._processes if process.is_alive()]
+        if not running:
+            return
         tell("ottava train: abandoned.")
         self.abandoned = True
-        for process in self._processes:
-            if process.is_alive():
-                process.kill()
+        for process in running:
+            process.kill()
 
 
 @contextmanager

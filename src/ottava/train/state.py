@@ -23,6 +23,7 @@ from ottava.checkpoint import (
     model_state,
 )
 from ottava.checkpoint.errors import listed
+from ottava.checkpoint.storage import Folder, storage_at
 from ottava.models import LlamaConfig
 from ottava.models.hf_files import DESCRIBED, described
 from ottava.models.hf_llama import config_from_hf
@@ -75,6 +76,10 @@ class RunState:
             self._check_shape(str(loaded.path), loaded.config)
         if loaded is not None or chosen == "exact":
             return loaded
+        if several := _inside(chosen):
+            raise ValueError(
+                f"checkpoint.load {chosen} is not a checkpoint, but has some: name one of them, such as {several[0].path}."
+            )
         try:
             loaded = self._load(chosen if "://" in chosen else Path(chosen).expanduser(), self._allowed())
         except ValueError as error:
@@ -155,6 +160,16 @@ class RunState:
         section = self.section
         extra = [*section.allow_extra, *_DELAYED]
         return Relaxed(list(section.allow_missing), extra, list(section.allow_shape), list(section.allow_dtype))
+
+
+def _inside(chosen: str) -> list[Folder]:
+    """The checkpoints of a run, or of its folder of checkpoints, newest first, if that is what was chosen."""
+    if "://" in chosen:
+        return []
+    path = Path(chosen).expanduser()
+    with suppress(OSError):
+        return [folder for place in (path, path / "checkpoints") for _, folder in storage_at(place).candidates()]
+    return []
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
