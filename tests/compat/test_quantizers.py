@@ -33,7 +33,7 @@ def test_they_quantize_as_their_recipes_do(te: Any) -> None:
         assert made.scheme == expected.scheme.rounded
         for name in ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv"):
             assert torch.equal(getattr(made, name), getattr(expected, name)), (type(quantizer), name)
-        into = quantizer.copy().quantize(torch.zeros_like(x))
+        into = quantizer.copy().make_empty(x.shape, dtype=x.dtype)
         quantizer.update_quantized(x, into, noop_flag=torch.ones(1))
         assert not into.dequantize().any()
         assert quantizer.quantize(x, out=into) is into and torch.equal(into.dequantize(), made.dequantize())
