@@ -34,6 +34,8 @@ __all__ = [
     "Quantizer",
     "QuantizerRequest",
     "QuantizerRole",
+    "TE_DType",
+    "TE_DType_To_Torch",
 ]
 
 
@@ -54,6 +56,20 @@ class DType(enum.IntEnum):
 
 
 FORMATS = {DType.kFloat8E4M3: "e4m3", DType.kFloat8E5M2: "e5m2", DType.kFloat4E2M1: "e2m1"}
+
+
+TE_DType = {
+    torch.uint8: DType.kByte,
+    torch.int16: DType.kInt16,
+    torch.int32: DType.kInt32,
+    torch.int64: DType.kInt64,
+    torch.float32: DType.kFloat32,
+    torch.float16: DType.kFloat16,
+    torch.bfloat16: DType.kBFloat16,
+    torch.float8_e4m3fn: DType.kFloat8E4M3,
+    torch.float8_e5m2: DType.kFloat8E5M2,
+}
+TE_DType_To_Torch = {named: dtype for dtype, named in TE_DType.items()}
 
 
 def _format(dtype: Any) -> str:

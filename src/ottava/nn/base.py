@@ -390,6 +390,8 @@ class QuantizedModule(FollowsAutocast, SavesWeights, ParallelModule):
         if not self.wgrad_accumulation:
             return None
         parameters = [getattr(self, name) for name in names]
+        if not (torch.is_grad_enabled() and any(p.requires_grad for p in parameters)):
+            return None  # there will be no gradient to add
         if any(isinstance(p, Weight) and p.state is State.GATHERED for p in parameters):
             # Adding them into `main_grad` would leave out the other ranks'.
             warn_once(
@@ -398,15 +400,16 @@ class QuantizedModule(FollowsAutocast, SavesWeights, ParallelModule):
             )
             return None
         for name, parameter in zip(names, parameters, strict=True):
-            if getattr(parameter, "main_grad", None) is None:
+            if parameter.requires_grad and getattr(parameter, "main_grad", None) is None:
                 raise ValueError(
                     f"fuse_wgrad_accumulation=True needs {self.describe(name)}.main_grad: give it a float32 tensor of the weight's shape."
                 )
 
         def add(wgrad: Tensor) -> None:
             for parameter, part in zip(parameters, wgrad.split([local(p).shape[0] for p in parameters]), strict=True):
-                parameter.main_grad.add_(part)
-                parameter.grad_added_to_main_grad = True
+                if parameter.requires_grad:
+                    parameter.main_grad.add_(part)
+                    parameter.grad_added_to_main_grad = True
 
         return add
 
