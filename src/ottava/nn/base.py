@@ -180,7 +180,8 @@ class QuantizedModule(FollowsAutocast, SavesWeights, ParallelModule):
     # ------------------------------------------------------------------------------------------------------------- forward
 
     def check_input(self, x: Tensor, features: int, weight: Tensor) -> Tensor:
-        """Checks dtype, device and last dimension; returns x in the dtype of `torch.autocast` if that is on."""
+        """Checks dtype, device and last dimension; returns x in the dtype of `torch.autocast` if that is on, its features side by side: on a
+        CPU the order of a sum over them would follow their strides."""
         if not isinstance(x, Tensor) or x.shape[-1] != features or x.device != weight.device:
             self._refuse_input(x, features, weight)
         if type(x) is not Tensor:
@@ -189,7 +190,7 @@ class QuantizedModule(FollowsAutocast, SavesWeights, ParallelModule):
             check_float(x, f"The input of {self._who()}")
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        return x
+        return x if x.stride(-1) == 1 else x.contiguous()
 
     def check_residual(self, residual: Tensor | None, x: Tensor) -> Tensor | None:
         """What is added to x, the checked input, as rows [M, K] in its dtype."""
