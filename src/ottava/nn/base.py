@@ -180,8 +180,8 @@ class QuantizedModule(FollowsAutocast, SavesWeights, ParallelModule):
     # ------------------------------------------------------------------------------------------------------------- forward
 
     def check_input(self, x: Tensor, features: int, weight: Tensor) -> Tensor:
-        """Checks dtype, device and last dimension; returns x in the dtype of `torch.autocast` if that is on, its features side by side: on a
-        CPU the order of a sum over them would follow their strides."""
+        """Checks dtype, device and last dimension; returns x in the dtype of `torch.autocast` if that is on, its features side by side: on
+        a CPU the order of a sum over them would follow their strides."""
         if not isinstance(x, Tensor) or x.shape[-1] != features or x.device != weight.device:
             self._refuse_input(x, features, weight)
         if type(x) is not Tensor:
