@@ -35,6 +35,7 @@ time.sleep(0.02)
 end.record()
 end.synchronize()
 print(start.elapsed_time(end))
+assert torch.empty(1, device=torch.cuda.current_device()).device.type == "cpu"
 state = torch.cuda.get_rng_state()
 first = torch.rand(4, device="cpu")
 torch.cuda.set_rng_state(state)

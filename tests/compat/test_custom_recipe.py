@@ -62,7 +62,7 @@ def test_a_programs_own_factory_is_asked_by_role(te: Any) -> None:
         return te.Float8BlockQuantizer(te.DType.kFloat8E4M3, block_scaling_dim=dim, force_pow_2_scales=False)
 
     assert custom(te, factory) == Float8BlockScaling(use_f32_scales=True)
-    assert asked == [("linear", "input"), ("linear", "weight"), ("linear", "grad_output")]
+    assert asked[:3] == [("linear", "input"), ("linear", "weight"), ("linear", "grad_output")]
     e4m3 = custom(te, lambda role: te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device="cpu"))
     assert e4m3 == Float8CurrentScaling(fp8_format=Format.E4M3)
 
@@ -250,3 +250,20 @@ def test_its_other_fields_act_or_are_refused(te: Any, caplog: pytest.LogCaptureF
     scale = torch.ones(1)
     with pytest.raises(ValueError, match="Answer with DelayedScalingRequest"):
         custom(te, lambda role: te.Float8Quantizer(scale, scale.clone(), te.DType.kFloat8E4M3))
+
+
+def test_a_factory_that_tells_layers_apart_is_told_that_they_are_not(te: Any, caplog: pytest.LogCaptureFixture) -> None:
+    from transformer_engine.pytorch.custom_recipes import quantizer_factories as factories
+
+    def by_kind(role: Any) -> Any:
+        grouped = role.module_type == "grouped_linear"
+        return (factories.mxfp8_factory if grouped else factories.current_scaling_factory)(role)
+
+    def by_name(role: Any) -> Any:
+        return te.IdentityQuantizer() if role.name == "head" else factories.mxfp8_factory(role)
+
+    assert custom(te, factories.mxfp8_factory) == MXFP8BlockScaling() and not caplog.records
+    assert custom(te, by_kind) == Float8CurrentScaling()
+    assert "answers otherwise for grouped_linear" in caplog.text and "role.name" not in caplog.text
+    assert custom(te, by_name) == MXFP8BlockScaling()
+    assert "reads role.name" in caplog.text

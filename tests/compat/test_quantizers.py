@@ -33,7 +33,7 @@ def test_they_quantize_as_their_recipes_do(te: Any) -> None:
         assert made.scheme == expected.scheme.rounded
         for name in ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv"):
             assert torch.equal(getattr(made, name), getattr(expected, name)), (type(quantizer), name)
-        into = quantizer.copy().quantize(torch.zeros_like(x))
+        into = quantizer.copy().make_empty(x.shape, dtype=x.dtype)
         quantizer.update_quantized(x, into, noop_flag=torch.ones(1))
         assert not into.dequantize().any()
         assert quantizer.quantize(x, out=into) is into and torch.equal(into.dequantize(), made.dequantize())
@@ -62,3 +62,12 @@ def test_what_they_do_not_offer_is_refused(te: Any) -> None:
     with pytest.raises(ValueError, match="cannot write into e4m3:1x32"):
         te.Float8CurrentScalingQuantizer(e4m3, device="cpu").update_quantized(x, te.MXFP8Quantizer(e4m3)(x))
     assert te.IdentityQuantizer(dtype=torch.bfloat16)(x).dtype == torch.bfloat16
+
+
+def test_element_types_have_both_names(te: Any) -> None:
+    from transformer_engine.pytorch.constants import TE_DType, TE_DType_To_Torch
+    from transformer_engine.pytorch.quantization import get_fp8_torch_dtype
+
+    assert TE_DType[torch.float8_e4m3fn] is te.DType.kFloat8E4M3
+    assert TE_DType_To_Torch[te.DType.kBFloat16] is torch.bfloat16
+    assert get_fp8_torch_dtype(recipe.DelayedScaling(), fprop_tensor=False) is torch.float8_e5m2

@@ -195,6 +195,10 @@ def test_names_beside_the_modules(te: ModuleType) -> None:
     assert mixed.tolist() == [0, 1, 4, 5, 2, 3, 6, 7] and torch.equal(te.deinterleave_glu_tensor(mixed, 2), rows)
     with pytest.raises(ValueError, match="multiple of 6"):
         te.interleave_glu_tensor(rows, 3)
+    from transformer_engine.pytorch.utils import scaled_init_method_normal
+
+    drawn = te.Linear(64, 64, init_method=scaled_init_method_normal(2.0, 8), device="cpu").weight
+    assert 0.45 < drawn.std() < 0.55
     logits, targets = torch.randn(2, 3, 16, requires_grad=True), torch.tensor([[1, -100, 3], [0, 5, 15]])
     loss = te.parallel_cross_entropy(logits, targets, 0.1, True)
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), label_smoothing=0.1)

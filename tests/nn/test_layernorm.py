@@ -95,3 +95,17 @@ def test_reset_parameters_leaves_the_meta_device(kind: Any, zero_centered: bool)
     assert module.weight is weight and torch.equal(weight, torch.full((8,), 0.0 if zero_centered else 1.0))
     assert module.bias is None or not module.bias.any()
     assert module(torch.randn(2, 8)).isfinite().all()
+
+
+@pytest.mark.parametrize("make", [ottava.LayerNorm, ottava.RMSNorm, lambda k, **o: ottava.LayerNormLinear(k, k, **o)])
+def test_bits_do_not_follow_the_strides_of_the_input(make: Any) -> None:
+    module: Any = make(128, device="cpu")
+    upright = torch.randn(128, 256)
+    seen = []
+    for x in (upright.clone().t(), upright.t().contiguous()):
+        x.requires_grad_()
+        module.zero_grad()
+        y = module(x)
+        y.square().sum().backward()
+        seen.append([y, x.grad, *(p.grad.clone() for p in module.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))

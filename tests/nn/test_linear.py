@@ -356,3 +356,19 @@ def test_meta_device() -> None:
 def test_torch_default_device_is_followed() -> None:
     with torch.device("meta"):
         assert ottava.Linear(16, 16).weight.is_meta
+
+
+def test_main_grad_is_needed_where_a_gradient_will_be() -> None:
+    layer = ottava.Linear(32, 48, parameters_split={"query": 16, "key": 32}, fuse_wgrad_accumulation=True, device="cpu")
+    x = torch.randn(16, 32, requires_grad=True)
+    with torch.no_grad():
+        layer(x)
+    layer.query_weight.requires_grad_(False)
+    with pytest.raises(ValueError, match="needs Linear.key_weight.main_grad"):
+        layer(x)
+    layer.key_weight.main_grad = torch.zeros(32, 32)
+    layer(x).sum().backward()
+    assert layer.key_weight.main_grad.any() and layer.query_weight.grad is None
+    layer.key_weight.requires_grad_(False)
+    del layer.key_weight.main_grad
+    layer(x).sum().backward()

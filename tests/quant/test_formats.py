@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ottava.kernels.cast import to_e2m1_codes, to_fp8_bytes, unpack
-from ottava.quant.formats import E2M1_VALUES, ELEMENTS, NAN_BYTE
+from ottava.quant.formats import E2M1_VALUES, ELEMENTS, NAN_BYTE, e8m0_to_float
 from ottava.quant.scheme import Scheme
 
 
@@ -71,3 +71,8 @@ def test_stochastic_rounding_keeps_the_mean() -> None:
 def test_stochastic_rounding_leaves_exact_values_alone() -> None:
     exact = torch.tensor(E2M1_VALUES).repeat(1000)
     assert torch.equal(to_e2m1_codes(exact, stochastic=True).int(), torch.arange(8).repeat(1000).int())
+
+
+def test_exponents_of_blocks_are_exact_at_both_ends() -> None:
+    ends = e8m0_to_float(torch.tensor([0, 1, 127, 254, 255], dtype=torch.uint8))
+    assert ends[:4].tolist() == [2.0**-127, 2.0**-126, 1.0, 2.0**127] and ends[4].isnan()

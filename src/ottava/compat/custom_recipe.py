@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from ottava.compat.quantizers import (
     DelayedScalingRequest,
@@ -66,7 +66,8 @@ class Unquantized(Recipe):
 
 
 def _resolve(qfactory: Callable, override: str | None) -> Recipe:
-    answers = {role: qfactory(QuantizerRole("linear", kind)) for role, kind in _TENSOR_TYPES.items()}
+    answers = _asked(qfactory, "linear")
+    _warn_of_layers(qfactory, answers)
     requests = [a for a in answers.values() if isinstance(a, QuantizerRequest)]
     if requests:
         return _delayed(answers)
@@ -100,6 +101,43 @@ def _resolve(qfactory: Callable, override: str | None) -> Recipe:
             "have no such copy here: their backward multiplies by the dequantized bytes.",
         )
     return recipe
+
+
+class _WatchedRole(QuantizerRole):
+    """Notices that a factory reads a layer's name."""
+
+    names_read: ClassVar[list[bool]] = []
+
+    def __getattribute__(self, attribute: str) -> Any:
+        if attribute == "name":
+            _WatchedRole.names_read.append(True)
+        return super().__getattribute__(attribute)
+
+
+def _asked(qfactory: Callable, module_type: str) -> dict[str, Any]:
+    """The factory's answers for input, weight and gradient of a layer."""
+    return {role: qfactory(_WatchedRole(module_type, kind)) for role, kind in _TENSOR_TYPES.items()}
+
+
+def _warn_of_layers(qfactory: Callable, answers: dict[str, Any]) -> None:
+    """Says so where the factory would quantize some layers otherwise: here all are quantized alike."""
+    if _WatchedRole.names_read:
+        _WatchedRole.names_read.clear()
+        warn_once(
+            "CustomRecipe: qfactory reads role.name, but is asked once, without a name: all layers are quantized alike. To leave some "
+            "unquantized use ottava.leave_unquantized; to quantize them otherwise, an inner autocast with another recipe."
+        )
+    if _said(_asked(qfactory, "grouped_linear")) != _said(answers):
+        warn_once(
+            "CustomRecipe: qfactory answers otherwise for grouped_linear: here GroupedLinear is quantized as Linear is. Use an inner "
+            "autocast with another recipe around it."
+        )
+    _WatchedRole.names_read.clear()
+
+
+def _said(answers: dict[str, Any]) -> list[str]:
+    """Answers in words, which can be compared: tensors and process groups in them cannot."""
+    return [repr(answer) for answer in answers.values()]
 
 
 def _with_attention(recipe: Recipe, wanted: dict[str, bool]) -> Recipe:

@@ -24,4 +24,6 @@ def tell_of_variables() -> None:
     if not found:
         return
     said = ", ".join(f"{name} (use {_INSTEAD[name]})" if name in _INSTEAD else name for name in found)
-    log.warning("ottava: no environment variable of TransformerEngine changes anything here, and these are set: %s.", said)
+    log.warning(
+        "ottava: no environment variable of TransformerEngine changes anything here, and these are set: %s.", said
+    )

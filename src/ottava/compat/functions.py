@@ -1,14 +1,22 @@
-"""TransformerEngine's functions beside its modules: a loss, and the order of gated weights."""
+"""TransformerEngine's functions beside its modules: a loss, the order of gated weights, initial values."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ottava.distributed.cross_entropy import vocab_parallel_cross_entropy
 
-__all__ = ["deinterleave_glu_tensor", "interleave_glu_tensor", "parallel_cross_entropy"]
+__all__ = [
+    "deinterleave_glu_tensor",
+    "init_method_normal",
+    "interleave_glu_tensor",
+    "parallel_cross_entropy",
+    "scaled_init_method_normal",
+]
 
 
 def parallel_cross_entropy(
@@ -30,6 +38,16 @@ def parallel_cross_entropy(
         label_smoothing=label_smoothing,
         reduction="mean" if reduce_loss else "none",
     )
+
+
+def init_method_normal(sigma: float) -> Callable[[Tensor], Tensor]:
+    """An `init_method`: normal with deviation `sigma`."""
+    return lambda tensor: nn.init.normal_(tensor, mean=0.0, std=sigma)
+
+
+def scaled_init_method_normal(sigma: float, num_layers: int) -> Callable[[Tensor], Tensor]:
+    """An `output_layer_init_method`: normal with deviation sigma / sqrt(2 num_layers)."""
+    return init_method_normal(sigma / math.sqrt(2.0 * num_layers))
 
 
 def interleave_glu_tensor(tensor: Tensor, interleave_size: int) -> Tensor:

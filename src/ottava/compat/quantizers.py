@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import enum
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
@@ -33,6 +34,8 @@ __all__ = [
     "Quantizer",
     "QuantizerRequest",
     "QuantizerRole",
+    "TE_DType",
+    "TE_DType_To_Torch",
 ]
 
 
@@ -53,6 +56,20 @@ class DType(enum.IntEnum):
 
 
 FORMATS = {DType.kFloat8E4M3: "e4m3", DType.kFloat8E5M2: "e5m2", DType.kFloat4E2M1: "e2m1"}
+
+
+TE_DType = {
+    torch.uint8: DType.kByte,
+    torch.int16: DType.kInt16,
+    torch.int32: DType.kInt32,
+    torch.int64: DType.kInt64,
+    torch.float32: DType.kFloat32,
+    torch.float16: DType.kFloat16,
+    torch.bfloat16: DType.kBFloat16,
+    torch.float8_e4m3fn: DType.kFloat8E4M3,
+    torch.float8_e5m2: DType.kFloat8E5M2,
+}
+TE_DType_To_Torch = {named: dtype for dtype, named in TE_DType.items()}
 
 
 def _format(dtype: Any) -> str:
@@ -90,6 +107,20 @@ class Quantizer:
             return source
         scale, amax = self._scale(source), self._amax(source)
         return quantize_by_scheme(source, scheme, scale, amax, self.rowwise, self.columnwise)
+
+    def make_empty(
+        self,
+        shape: Sequence[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: Any = None,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+    ) -> Any:
+        """A tensor to quantize into (`update_quantized`); it has zeros."""
+        if pin_memory:
+            raise ValueError("make_empty(pin_memory=True): quantized tensors are not pinned here; leave it out.")
+        return self.quantize(torch.zeros(tuple(shape), dtype=dtype, device=device)).requires_grad_(requires_grad)
 
     def update_quantized(self, src: Tensor, dst: QuantizedTensor, *, noop_flag: Tensor | None = None) -> Any:
         """Writes `src` into `dst`, which is of this quantizer's scheme; not at all if `noop_flag` is not 0."""
@@ -289,6 +320,11 @@ class HybridQuantizer(Quantizer):
     rowwise_quantizer: Quantizer
     columnwise_quantizer: Quantizer
     columnwise_source: str = "original"
+
+    def copy(self) -> HybridQuantizer:
+        """Another one, of copies of its two."""
+        parts = {n: getattr(self, n).copy() for n in ("rowwise_quantizer", "columnwise_quantizer")}
+        return replace(self, **parts)
 
     def scheme(self) -> Scheme | None:
         """That of both directions."""

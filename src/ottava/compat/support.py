@@ -9,7 +9,7 @@ import torch
 from ottava.kernels.gemm import recipe_emulated_because
 from ottava.nn.base import QuantizedModule as TransformerEngineBaseModule
 from ottava.quant.quantization import Quantization
-from ottava.quant.scheme import weight_scheme
+from ottava.quant.scheme import Scheme, weight_scheme
 from ottava.quant.state import CURRENT, default_recipe
 from ottava.recipe import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe
 
@@ -25,6 +25,7 @@ __all__ = [
     "get_default_fp8_recipe",
     "get_default_recipe",
     "get_device_compute_capability",
+    "get_fp8_torch_dtype",
     "is_bf16_available",
     "is_fp8_available",
     "is_fp8_block_scaling_available",
@@ -133,6 +134,11 @@ get_default_fp8_recipe = get_default_recipe
 def get_align_size_for_quantization(recipe: Recipe) -> int:
     """What `Fp8Padding` fills the rows of a group up to a multiple of, without being told."""
     return 128 if weight_scheme(recipe).elements_per_byte > 1 else Quantization.of(recipe).feature_multiple
+
+
+def get_fp8_torch_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> torch.dtype | None:
+    """torch's type of what the recipe makes of inputs, or of gradients (fprop_tensor=False); None of 4-bit elements."""
+    return Scheme.of(fp8_recipe, "input" if fprop_tensor else "grad").element.dtype
 
 
 class FP8GlobalStateManager:

@@ -185,7 +185,8 @@ class QuantizedModule(FollowsAutocast, SavesWeights, ParallelModule):
     # ------------------------------------------------------------------------------------------------------------- forward
 
     def check_input(self, x: Tensor, features: int, weight: Tensor) -> Tensor:
-        """Checks dtype, device and last dimension; returns x in the dtype of `torch.autocast` if that is on."""
+        """Checks dtype, device and last dimension; returns x in the dtype of `torch.autocast` if that is on, its features side by side: on
+        a CPU the order of a sum over them would follow their strides."""
         if not isinstance(x, Tensor) or x.shape[-1] != features or x.device != weight.device:
             self._refuse_input(x, features, weight)
         if type(x) is not Tensor:
@@ -194,7 +195,7 @@ class QuantizedModule(FollowsAutocast, SavesWeights, ParallelModule):
             check_float(x, f"The input of {self._who()}")
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        return x
+        return x if x.stride(-1) == 1 else x.contiguous()
 
     def check_residual(self, residual: Tensor | None, x: Tensor) -> Tensor | None:
         """What is added to x, the checked input, as rows [M, K] in its dtype."""
@@ -395,6 +396,8 @@ class QuantizedModule(FollowsAutocast, SavesWeights, ParallelModule):
         if not self.wgrad_accumulation:
             return None
         parameters = [getattr(self, name) for name in names]
+        if not (torch.is_grad_enabled() and any(p.requires_grad for p in parameters)):
+            return None  # there will be no gradient to add
         if any(isinstance(p, Weight) and p.state is State.GATHERED for p in parameters):
             # Adding them into `main_grad` would leave out the other ranks'.
             warn_once(
@@ -403,15 +406,16 @@ class QuantizedModule(FollowsAutocast, SavesWeights, ParallelModule):
             )
             return None
         for name, parameter in zip(names, parameters, strict=True):
-            if getattr(parameter, "main_grad", None) is None:
+            if parameter.requires_grad and getattr(parameter, "main_grad", None) is None:
                 raise ValueError(
                     f"fuse_wgrad_accumulation=True needs {self.describe(name)}.main_grad: give it a float32 tensor of the weight's shape."
                 )
 
         def add(wgrad: Tensor) -> None:
             for parameter, part in zip(parameters, wgrad.split([local(p).shape[0] for p in parameters]), strict=True):
-                parameter.main_grad.add_(part)
-                parameter.grad_added_to_main_grad = True
+                if parameter.requires_grad:
+                    parameter.main_grad.add_(part)
+                    parameter.grad_added_to_main_grad = True
 
         return add
 

@@ -119,6 +119,8 @@ class _Norm(nn.Module):
         check_local(inp, f"The input of {type(self).__name__}")
         check_float(inp, f"The input of {type(self).__name__}")
         rows, added = inp.reshape(-1, self.features), None
+        if rows.stride(-1) != 1:
+            rows = rows.contiguous()  # on a CPU the order of sums would follow strides
         if residual is not None:
             if residual.shape != inp.shape or residual.dtype != inp.dtype or residual.device != inp.device:
                 raise ValueError(

@@ -46,7 +46,8 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def e8m0_to_float(exponent: torch.Tensor) -> torch.Tensor:
-    """2^(e - 127) as float32, exact also for e = 0 (a subnormal float32)."""
+    """2^(e - 127) as float32, exact also for e = 0 (a subnormal float32). 255 is the format's NaN, which a file may have."""
     bits = exponent.to(torch.int32) << 23
     subnormal = torch.full_like(bits, 0x00400000)  # 2^-127
-    return torch.where(exponent == 0, subnormal, bits).view(torch.float32)
+    values = torch.where(exponent == 0, subnormal, bits).view(torch.float32)
+    return values.masked_fill(exponent == 255, torch.nan)
