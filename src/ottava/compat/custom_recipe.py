@@ -142,7 +142,7 @@ def _said(answers: dict[str, Any]) -> list[str]:
 
 def _with_attention(recipe: Recipe, wanted: dict[str, bool]) -> Recipe:
     """`recipe` with FP8 attention, if it can have that."""
-    if isinstance(recipe, HybridScaling):
+    if not hasattr(recipe, "fp8_dpa"):
         raise ValueError(
             f"CustomRecipe: {wanted} asks for FP8 attention, which a recipe of two others does not offer: {recipe!r}."
         )
