@@ -122,9 +122,8 @@ def answers() -> dict[str, Any]:
     found: dict[str, Any] = {
         "set_device": _set_device,
         "synchronize": lambda device=None: None,
-        "current_device": lambda: torch.device(
-            "cpu"
-        ),  # scripts give it as `device=`, where a number is an accelerator's
+        # Scripts give it as `device=`, where a number would be an accelerator's.
+        "current_device": lambda: torch.device("cpu"),
         "get_device_capability": lambda device=None: (0, 0),
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda new_state, device=None: torch.set_rng_state(new_state),
