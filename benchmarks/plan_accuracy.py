@@ -29,7 +29,7 @@ BEGIN, END = "<!-- accuracy -->\n", "<!-- end of accuracy -->"
 
 
 def compared(path: Path) -> list[dict[str, Any]]:
-    """One row for each of Ottava's runs in a file of `ottava bench step`."""
+    """One row for each of Ottava's runs in a file of `ottava bench step`, without those of which the file says why they are outdated."""
     document = json.loads(path.read_text(encoding="utf-8"))
     if document.get("benchmark") != "step":
         raise SystemExit(f"{path} was not written by `ottava bench step`.")
@@ -38,7 +38,7 @@ def compared(path: Path) -> list[dict[str, Any]]:
     rows = []
     least = min(measured.get("allocated_before_gib", 0.0) for measured in document["results"].values())
     for name, measured in document["results"].items():
-        if not measured["ours"] or "ms" not in measured:
+        if not measured["ours"] or "ms" not in measured or "outdated" in measured:
             continue
         left_behind = measured.get("allocated_before_gib", 0.0) - least  # by the contender before
         config = override(base, measured["overrides"])

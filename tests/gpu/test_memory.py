@@ -87,7 +87,7 @@ def step_peak(name: str, recompute: str) -> float:
         ("DelayedScaling", "none", 5.9),
         ("Float8CurrentScaling", "none", 5.9),
         ("Float8BlockScaling", "none", 5.9),
-        ("bf16", "none", 6.7),
+        ("bf16", "none", 6.0),
         ("DelayedScaling", "selective", 5.2),
         ("Float8CurrentScaling", "selective", 5.2),
         ("Float8BlockScaling", "selective", 5.5),  # both copies of a gradient are made at once

@@ -188,7 +188,14 @@ def from_file(path: Path, root: Path) -> str:
     name = path.relative_to(root).as_posix()
     machine = document["machine"]
     about = f"`{document['command']}` on {machine['device']}, torch {machine['torch']}, {document['date']}: [figures](../{name})."
-    return f"{about}\n\n{make(document)}\n"
+    return f"{about}\n\n{make(document)}\n{_outdated(document)}"
+
+
+def _outdated(document: dict[str, Any]) -> str:
+    """A line for each figure of which the file itself says why the code of today gives another."""
+    results = document.get("results")
+    named = results.items() if isinstance(results, dict) else ()
+    return "".join(f"\nOf an older Ottava: {name}, {row['outdated']}.\n" for name, row in named if "outdated" in row)
 
 
 def filled(page: str, root: Path) -> str:

@@ -148,7 +148,7 @@ def _unquantized(
     elif stage.activation is not None:
         operand, source = ops.activation(h, stage.activation), h
     out = _multiplier(ops, "mm", weight)(operand, weight, bias, h.dtype, 1)
-    kept = (h, None) if stage.recompute else (source, operand)
+    kept = (h, None) if stage.remakes else (source, operand)
     return out, (kept[0], gamma, beta, mean, rstd, kept[1], None, None, weight, None, None)
 
 

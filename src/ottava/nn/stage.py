@@ -68,6 +68,11 @@ class Stage:
     strategy: Strategy = field(kw_only=True)
     """How the GEMM is spread over ranks."""
 
+    @property
+    def remakes(self) -> bool:
+        """Whether backward makes an unquantized operand again: always that of an activation, whose input it reads anyway."""
+        return self.recompute or self.activation is not None
+
 
 @dataclass(frozen=True)
 class Chain:

@@ -85,8 +85,8 @@ def _make_unquantized(stage: Stage, h: Tensor, residual: Tensor | None, t: Stage
     source, _ = statistics(stage, h, residual, t)
     h = source.h
     operand = produce(stage, source)
-    kept = None if stage.recompute else operand
-    needs_source = stage.recompute or has_producer(stage)
+    kept = None if stage.remakes else operand
+    needs_source = stage.remakes or has_producer(stage)
     saved = Saved(h if needs_source else None, *source[1:], kept, None, None, t.weight, None, None)
     return Made(Operand(operand), saved, operand if stage.return_norm else None, None)
 

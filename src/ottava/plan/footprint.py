@@ -167,10 +167,10 @@ def _activations(
     h, f, between = size.hidden, size.ffn, tp if spread else 1
     kept = quantized * bytes_.kept + (1 - quantized) * PLAIN  # docs/memory.md counts the same
     high = PLAIN * (2 * h / between + (size.qkv + h + size.fc1) / tp) + 4.0 * size.heads / tp
-    # A product's input for its weight's gradient. proj's is attention's output, which is there already; of an activation's output backward
-    # makes the FP8 copy on the way, if it has no ranks to ask.
-    alone = quantized if tp == 1 else 0.0
-    low = kept * 2 * h / between + ((1 - quantized) * PLAIN + (quantized - alone) * bytes_.kept) * f / tp
+    # A product's input for its weight's gradient. proj's is attention's output, which is there already. An activation's output backward
+    # makes again; of its FP8 copy only if it has no ranks to ask.
+    spread_copy = quantized * bytes_.kept if tp > 1 else 0.0
+    low = kept * 2 * h / between + spread_copy * f / tp
     backward = tokens * ((2.0 * size.fc1 + PLAIN * f) / tp + 3 * PLAIN * h)
     whole = tokens * (high + low)
     each = {"none": whole, "selective": tokens * high, "full": tokens * PLAIN * h / between}[recompute]

@@ -144,6 +144,8 @@ def _traffic(size: ModelSize, kind: str, tokens: int, tp: int, spread: bool) -> 
     backward = 2 * 8.0 * between + (2.0 * fc1 + 2.0 * f + 2.0 * fc1) + turned
     if quantized:
         backward += 2 * 4.0 * between + 4.0 * qkv
+    else:  # the activation's output once more
+        backward += 2.0 * fc1 + 2.0 * f
     if kind == "current":  # the largest value first, where no producer has it
         forward += 2.0 * (2 * between + inside + f)
         backward += 2.0 * (2 * between + fc1 + qkv)
