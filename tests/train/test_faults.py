@@ -151,7 +151,7 @@ def test_a_lost_configuration_is_that_of_the_checkpoints(two, whole, damage):
     assert two.run(whole) == exits.DONE and "seed = 1234" in path.read_text()
 
 
-def test_what_the_run_was_is_told_by_its_checkpoints_not_by_a_file_that_was_cut_or_edited(whole):
+def test_what_the_run_was_is_told_by_its_checkpoints_not_by_a_file_that_was_cut_or_edited(whole, caplog):
     path = whole.run_folder / "config.toml"
     text = path.read_text()
     cut, edited = text[: text.index("seed =")], text.replace("seed = 1234", "seed = 7")
@@ -160,6 +160,7 @@ def test_what_the_run_was_is_told_by_its_checkpoints_not_by_a_file_that_was_cut_
         with pytest.raises(ValueError, match="holds another run: train.seed was 1234, now 7"):
             check_same(replace(whole, train=replace(whole.train, seed=7)), whole.run_folder)
         check_same(whole, whole.run_folder)
+    assert "config.toml is not what the run was started with (train.seed was 1234, now 7): the configuration that" in caplog.text
     path.write_text(text)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import tracemalloc
 
 import pytest
 
@@ -95,6 +96,25 @@ def test_bad_files_are_named(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         list(read_documents([tmp_path / name]))
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.gz"])
+def test_a_file_that_unpacks_without_end_is_refused(tmp_path, name):
+    path = tmp_path / name
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        for _ in range(128):
+            file.write(b" " * (1 << 20))
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=rf"{name} unpacks to more than 200 times its size"):
+        list(read_documents([path]))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert path.stat().st_size < 1 << 20 and peak < 128 << 20
+
+
+def test_text_that_repeats_itself_is_read(tmp_path):
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"the same again\n" * 100_000))
+    assert len(*read_documents([tmp_path / "a.txt.gz"])) == 1_500_000
 
 
 def test_a_missing_column_and_a_missing_path_are_named(tmp_path):

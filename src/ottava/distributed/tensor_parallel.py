@@ -57,7 +57,7 @@ class _TensorParallel(Strategy):
         return collectives.all_reduce_max(amax, self.group)
 
     def gather(self, x: Tensor, dim: int = 0) -> Tensor:
-        """The ranks' tensors behind one another along `dim`."""
+        """The ranks' tensors concatenated along `dim`."""
         if torch.compiler.is_compiling():
             return opaque.gather_one(self.handle, x, dim)
         return collectives.all_gather(x, self.group, dim)

@@ -481,7 +481,7 @@ def _plain_rows(tensor: Any) -> Tensor:
 
 
 def _adjacent(tensors: list[Tensor]) -> bool:
-    """Whether the tensors lie behind one another in one storage."""
+    """Whether the tensors are adjacent in one storage, in this order."""
     if type(tensors[0]) is not nn.Parameter:
         tensors = [_plain_rows(tensor) for tensor in tensors]
         if torch_private.is_fake(tensors[0]):

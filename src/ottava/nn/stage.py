@@ -198,7 +198,7 @@ Fields = TypeVar("Fields", bound=tuple)
 
 
 def pack(parts: Iterable[tuple]) -> list[Any]:
-    """The fields of all parts behind one another: what autograd takes, keeps and returns are plain tensors."""
+    """The fields of all parts, concatenated: what autograd takes, keeps and returns are plain tensors."""
     return [value for part in parts for value in part]
 
 

@@ -80,7 +80,7 @@ class Strategy:
         return amax
 
     def gather(self, x: Tensor, dim: int = 0) -> Tensor:
-        """The ranks' tensors behind one another along `dim` (0 or 1): tokens [M/tp, ...] -> [M, ...]."""
+        """The ranks' tensors concatenated along `dim` (0 or 1): tokens [M/tp, ...] -> [M, ...]."""
         return x
 
     # ------------------------------------------------------------------------------------------------------- around GEMMs

@@ -121,5 +121,5 @@ def _room(part: Tensor, size: int, rank: int) -> Tensor:
 
 
 def _joined(whole: Tensor, dim: int) -> Tensor:
-    """[size, ...] -> the parts behind one another along `dim`."""
+    """[size, ...] -> the parts concatenated along `dim`."""
     return whole.flatten(0, 1) if dim == 0 else whole.movedim(0, dim).flatten(dim, dim + 1)

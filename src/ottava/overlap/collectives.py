@@ -55,7 +55,7 @@ def readable(x: Tensor) -> bool:
 
 
 def all_gather(x: Tensor, group: Any, dim: int = 0) -> Tensor:
-    """The ranks' x [..., n, ...] behind one another along `dim`: [..., n * size, ...]. Any dtype."""
+    """The ranks' x [..., n, ...] concatenated along `dim`: [..., n * size, ...]. Any dtype."""
     return x if size_of(group) == 1 else begin_all_gather(x, group, dim)()
 
 

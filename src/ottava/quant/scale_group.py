@@ -36,7 +36,7 @@ class ScaleGroup:
         self.grids: dict[str, Tensor] = {}
         """By direction, scales of all blocks of the matrix, where they are of that extent."""
         self.joined: dict[str, Tensor] = {}
-        """Memory that gathered parts share, so that they lie behind one another (`weight_gather`)."""
+        """Memory that gathered parts share, so that they are adjacent in it (`weight_gather`)."""
         self.operands: tuple[Any, dict[str, Tensor]] | None = None
         """Of whole units: what a GEMM takes, and the versions of what it was made from."""
         self._cut: weakref.WeakValueDictionary[Any, ScaleGroup] = weakref.WeakValueDictionary()

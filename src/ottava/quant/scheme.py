@@ -178,7 +178,7 @@ class Scheme:
         return block is None or tokens % block[1] == 0
 
     def gather_dims(self, direction: str) -> GatherDims:
-        """Along which dimension parts of a tensor that hold different tokens are put behind one another.
+        """Along which dimension parts of a tensor that hold different tokens are concatenated.
 
         >>> Scheme.parse("e4m3:1x128").gather_dims("columnwise")
         GatherDims(data=1, scale=1)

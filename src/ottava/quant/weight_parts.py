@@ -17,7 +17,7 @@ from ottava.quant.weight_state import State
 
 
 def join_parts(weights: Sequence[Weight]) -> None:
-    """Makes weights the parts of one matrix, in this order: they get one scale, and lie behind one another when gathered."""
+    """Makes weights the parts of one matrix, in this order: they get one scale, and are adjacent in memory when gathered."""
     memories = [weight.memory for weight in weights]
     group = memories[0].group.map(lambda t: t)
     total, before = sum(m.place.part[1] for m in memories), 0

@@ -76,17 +76,21 @@ def _write(path: Path, text: str) -> None:
 
 def check_same(config: Config, folder: Path) -> None:
     """Raises ValueError with every key that makes this another run than the one in `folder`."""
-    then, now = _configuration(folder), tomllib.loads(to_toml(config))
-    differences = [
+    differences = _differences(_configuration(folder), tomllib.loads(to_toml(config)))
+    if differences:
+        raise ValueError(
+            f"{folder} holds another run: {'; '.join(differences)}. Choose another train.run, or go on with its settings."
+        )
+
+
+def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """A phrase for each key of `SAME` that two configurations tell differently."""
+    return [
         f"{section}.{key} was {then.get(section, {}).get(key)!r}, now {now[section].get(key)!r}"
         for section, keys in SAME.items()
         for key in keys or sorted({*then.get(section, {}), *now[section]})
         if then.get(section, {}).get(key) != now[section].get(key)
     ]
-    if differences:
-        raise ValueError(
-            f"{folder} holds another run: {'; '.join(differences)}. Choose another train.run, or go on with its settings."
-        )
 
 
 def check_data(folder: Path, data: Sequence[Mapping[str, Any]]) -> None:
@@ -131,6 +135,8 @@ def _configuration(folder: Path) -> dict[str, Any]:
             content = read_verified(checkpoint, read_manifest(checkpoint), STATE, MAX_JSON_BYTES)
             kept = json_object(content, STATE)["config"]
             saved = tomllib.loads(tomli_w.dumps(_told({section: kept[section] for section in SAME})))
+            if not reason and (changed := _differences(saved, found)):
+                reason = f"not what the run was started with ({'; '.join(changed)})"
             if reason:
                 warn_once(
                     f"{path} is {reason}: the configuration that {checkpoint.name} was saved with is taken for it."

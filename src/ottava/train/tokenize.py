@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import json
 import os
 import sys
@@ -223,13 +224,33 @@ def _read(path: Path, field: str) -> Iterator[str]:
                     yield _line(path, number, line, field)
     else:
         with _opened(path) as file:
-            yield file.read()
+            yield "".join(iter(lambda: file.read(1 << 20), ""))
 
 
 def _opened(path: Path) -> Any:
     # newline="": line ends are text too.
-    opener: Any = gzip.open if path.suffix == ".gz" else open
-    return opener(path, "rt", encoding="utf-8", newline="")
+    if path.suffix != ".gz":
+        return open(path, encoding="utf-8", newline="")
+    return io.TextIOWrapper(_Unpacked(path), encoding="utf-8", newline="")
+
+
+class _Unpacked(gzip.GzipFile):
+    """A gzip file that does not grow without end: a kilobyte can hold a megabyte of one character, and a megabyte a gigabyte."""
+
+    FREE, RATIO = 16 << 20, 200  # bytes that nobody asks about; how often its own size a text may be beyond that
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "rb")
+        self.most = max(self.FREE, self.RATIO * path.stat().st_size)
+
+    def read1(self, size: int | None = -1) -> bytes:
+        """What a text file reads by."""
+        content = super().read1(size)
+        if self.tell() > self.most:
+            raise ValueError(
+                f"{self.name} unpacks to more than {self.RATIO} times its size, which no text does. If it is meant so, unpack it first."
+            )
+        return content
 
 
 def _line(path: Path, number: int, line: str, field: str) -> str:
