@@ -160,7 +160,10 @@ def test_what_the_run_was_is_told_by_its_checkpoints_not_by_a_file_that_was_cut_
         with pytest.raises(ValueError, match="holds another run: train.seed was 1234, now 7"):
             check_same(replace(whole, train=replace(whole.train, seed=7)), whole.run_folder)
         check_same(whole, whole.run_folder)
-    assert "config.toml is not what the run was started with (train.seed was 1234, now 7): the configuration that" in caplog.text
+    assert (
+        "config.toml is not what the run was started with (train.seed was 1234, now 7): the configuration that"
+        in caplog.text
+    )
     path.write_text(text)
 
 
