@@ -243,7 +243,7 @@ class _Unpacked(gzip.GzipFile):
         super().__init__(path, "rb")
         self.most = max(self.FREE, self.RATIO * path.stat().st_size)
 
-    def read1(self, size: int | None = -1) -> bytes:
+    def read1(self, size: int = -1) -> bytes:
         """What a text file reads by."""
         content = super().read1(size)
         if self.tell() > self.most:
