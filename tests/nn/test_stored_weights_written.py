@@ -188,3 +188,41 @@ def test_a_meta_model_takes_a_state_dict_by_assignment(scaling, of_bytes):
     empty.load_state_dict(state, assign=True)
     assert empty.fc2_weight.stored_quantized
     assert torch.equal(forward(empty, scaling), forward(model, scaling))
+
+
+@pytest.mark.parametrize("scaling", [recipe.DelayedScaling(), *ALL], ids=lambda r: type(r).__name__)
+def test_values_in_another_dtype_are_rounded_once(scaling):
+    """`weight.float()` is not the bf16 tensor that the weight stands for: a master made of it starts as FusedAdam's does."""
+    with ottava.quantized_model_init(recipe=scaling):
+        layer = ottava.Linear(128, 128, params_dtype=torch.bfloat16, device="cpu")
+    weight = layer.weight
+    master = torch.empty(128, 128)
+    with torch.no_grad():
+        master.copy_(weight)
+    for dtype in (torch.float32, torch.float16):
+        exact = weight.dequantize(dtype)
+        assert torch.equal(weight.to(dtype), exact) and torch.equal(weight.detach().clone().to(dtype), exact)
+    assert torch.equal(master, weight.dequantize(torch.float32)) and torch.equal(weight.float(), master)
+    assert torch.equal(weight.double(), master.double())
+    before = copies(layer.state_dict())
+    layer.float()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
+
+
+def test_a_weight_that_is_only_read_is_written_where_it_was_asked_to():
+    """A QuantizedTensor takes it by copy_(), and refuses the rest as it always does."""
+    scaling = recipe.Float8CurrentScaling()
+    for stored in (True, False):
+        weight = make(scaling, stored=stored).fc2_weight
+        target = ottava.quantize(torch.randn(weight.shape), scaling, role="weight")
+        before = target.dequantize()
+        with torch.no_grad():
+            target.copy_(weight)
+            assert torch.equal(target, ottava.quantize(weight.detach(), scaling, role="weight"))
+            with pytest.raises(ValueError, match="would write into a QuantizedTensor"):
+                target.add_(weight)
+            if stored:
+                with pytest.raises(ValueError, match="would write into a QuantizedTensor"):
+                    torch._foreach_add_([weight, target], 1.0)
+            assert torch.equal(torch.zeros(weight.shape).add_(weight), weight.to(torch.float32))
+        assert not torch.equal(target.dequantize(), before)

@@ -13,7 +13,7 @@ detaching, cloning, flattening for torch.compile, slicing, printing) is written 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -244,28 +244,32 @@ class QuantizedTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # type: ignore[override]
-        kwargs = kwargs or {}
+        return QuantizedTensor.dispatch(func, args, kwargs or {})
+
+    @staticmethod
+    def dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
+        """The op on bytes and scales where that can be; else on dequantized values, unless it would write into a quantized tensor."""
         handler = QUANTIZED_HANDLERS.get(func)
         if handler is not None:
             result = handler(func, *args, **kwargs)
             if result is not NotImplemented:
                 return result
-        return cls._by_values(func, args, kwargs)
-
-    @classmethod
-    def _by_values(cls, func: Any, args: tuple, kwargs: dict) -> Any:
-        """The op on dequantized values; raises if it would write into a quantized tensor."""
-        if any(isinstance(t, QuantizedTensor) for t in written_arguments(func, args, kwargs)):
-            raise ValueError(
-                f"{func} would write into a QuantizedTensor, whose value changes only through copy_(): "
-                "update a high-precision master and copy it in (ottava.optimizers.FusedAdam does), or dequantize() first."
-            )
+        refuse_writes(func, written_arguments(func, args, kwargs))
         args, kwargs = torch_private.map_instances(QuantizedTensor, lambda q: q._values(), (args, kwargs))
         return func(*args, **kwargs)
 
     def _map(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> QuantizedTensor:
         parts = {name: function(tensor) for name, tensor in self._parts.items()}
         return QuantizedTensor(parts, self.scheme, self.shape, dtype or self.dtype)
+
+
+def refuse_writes(func: Any, written: Sequence[Any]) -> None:
+    """Raises ValueError if `func` would write into a tensor that is nothing but bytes and scales."""
+    if any(isinstance(t, QuantizedTensor) for t in written):
+        raise ValueError(
+            f"{func} would write into a QuantizedTensor, whose value changes only through copy_(): "
+            "update a high-precision master and copy it in (ottava.optimizers.FusedAdam does), or dequantize() first."
+        )
 
 
 def written_arguments(func: Any, args: tuple, kwargs: dict) -> list[Any]:
@@ -325,16 +329,21 @@ def _flat_rows(shape: torch.Size | tuple[int, ...]) -> int:
 # ------------------------------------------------------------------------------------------------------------- op handlers
 
 
+def values_for(q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+    """The values on their way into a tensor of `dtype`: rounded to it once, not to the dtype that `q` stands for before."""
+    return q._values(dtype if dtype in (torch.float32, torch.bfloat16, torch.float16) else torch.float32)
+
+
 def _to_copy(func: Any, q: QuantizedTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
     if dtype is not None and dtype != q.dtype:
-        return func(q._values(), dtype=dtype, **kwargs)
+        return func(values_for(q, dtype), dtype=dtype, **kwargs)
     kwargs.pop("memory_format", None)
     return q._map(lambda t: func(t, **kwargs))
 
 
 def _copy(func: Any, target: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(target, QuantizedTensor):
-        return func(target, source._values(), *args, **kwargs)  # type: ignore[attr-defined]
+        return func(target, values_for(source, target.dtype), *args, **kwargs)  # type: ignore[arg-type]
     if target._is_slice:
         raise ValueError(
             "copy_ into a slice of a QuantizedTensor would change scales that the whole shares: copy_() into the whole, or clone() "

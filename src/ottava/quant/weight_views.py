@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ottava.quant.tensor import QUANTIZED_HANDLERS
+from ottava.quant.tensor import QUANTIZED_HANDLERS, values_for
 from ottava.quant.weight_memory import WeightMemory
 from ottava.quant.weight_state import Cell, State, fresh, note_same
 
@@ -137,7 +137,7 @@ def _shard_memory(weight: Weight, start: int, stop: int, padded: int) -> WeightM
 def to_copy(func: Any, weight: Weight, *, dtype: Any = None, device: Any = None, **options: Any) -> Any:
     """`to(device)`. To another dtype go the values."""
     if dtype not in (None, weight.dtype):
-        return NotImplemented
+        return func(values_for(weight, dtype), dtype=dtype, device=device, **options)
     blocking = options.get("non_blocking", False)
     return _moved(weight, lambda t: t.to(device, non_blocking=blocking, copy=True))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ottava import torch_private
 from ottava.notices import warn_once
-from ottava.quant.tensor import QuantizedTensor, written_arguments
+from ottava.quant.tensor import QuantizedTensor, refuse_writes, written_arguments
 from ottava.quant.weight_memory import WeightMemory
 from ottava.quant.weight_operands import take_buffers
 from ottava.quant.weight_place import Extent
@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 
 def write(kind: type[Weight], func: Any, args: tuple, kwargs: dict) -> Any:
     """Any op that writes, with what it returns; kind: `Weight`."""
-    targets = [w for w in written_arguments(func, args, kwargs) if isinstance(w, kind)]
+    written = written_arguments(func, args, kwargs)
+    targets = [w for w in written if isinstance(w, kind)]
+    if not targets:
+        return _write_elsewhere(kind, func, args, kwargs)
+    refuse_writes(func, [t for t in written if not isinstance(t, kind)])
     values = {id(w): w._values() for w in targets}
 
     def plain(q: Any) -> Tensor:
@@ -46,6 +50,14 @@ def write(kind: type[Weight], func: Any, args: tuple, kwargs: dict) -> Any:
         weight.memory.made_from = {}
     back = {id(values[id(w)]): w for w in targets}
     return torch_private.map_instances(Tensor, lambda t: back.get(id(t), t), result)
+
+
+def _write_elsewhere(kind: type[Weight], func: Any, args: tuple, kwargs: dict) -> Any:
+    """An op that only reads weights."""
+    args, kwargs = torch_private.map_instances(kind, lambda w: w if w.master is None else w.master, (args, kwargs))
+    if any(isinstance(t, QuantizedTensor) for t in torch_private.tree_flatten((args, kwargs))[0]):
+        return QuantizedTensor.dispatch(func, args, kwargs)
+    return func(*args, **kwargs)
 
 
 def mark_written(weights: Sequence[Weight]) -> None:
