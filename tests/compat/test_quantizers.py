@@ -53,6 +53,38 @@ def test_a_given_scale_is_used_and_the_amax_grows(te: Any) -> None:
     assert quantizer(x).columnwise_data is None and not quantizer.columnwise_usage
 
 
+def test_copy_and_data_quantize_as_the_quantizer_does(te: Any) -> None:
+    """With its scale of now, where that is given; of any number of dimensions, whose bytes have the tensor's shape."""
+    torch.manual_seed(0)
+    x, new = torch.randn(4, 32, 64), torch.randn(4, 32, 64)
+    e4m3, scale, amax = te.DType.kFloat8E4M3, torch.full((1,), 4.0), torch.zeros(1)
+    for quantizer in (
+        te.Float8Quantizer(scale, amax, e4m3),
+        te.Float8CurrentScalingQuantizer(e4m3),
+        te.MXFP8Quantizer(e4m3),
+    ):
+        q = quantizer(x)
+        assert q._data.shape == x.shape and torch.equal(q.detach().clone().copy_(new), quantizer(new))
+        scale.mul_(2.0)
+        for write in (lambda q: q.copy_(new), lambda q: q.quantize_(new), lambda q: setattr(q, "data", new)):
+            write(q)
+            assert torch.equal(q, quantizer(new)) and torch.equal(q._data, quantizer(new)._data)
+            q.copy_(x)
+    assert amax == torch.stack([x, new]).abs().max()
+
+
+def test_gradients_pass_through_them(te: Any) -> None:
+    e4m3 = te.DType.kFloat8E4M3
+    for quantizer in (te.Float8CurrentScalingQuantizer(e4m3), te.MXFP8Quantizer(e4m3)):
+        x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+        q = quantizer(x)
+        assert q.requires_grad and q.grad_fn is not None
+        (q.dequantize().float() * 3.0).sum().backward()
+        assert x.grad is not None and x.grad.unique().tolist() == [3.0]
+        with torch.no_grad():
+            assert not quantizer(x).requires_grad
+
+
 def test_what_they_do_not_offer_is_refused(te: Any) -> None:
     x, e4m3 = torch.ones(32, 32), te.DType.kFloat8E4M3
     with pytest.raises(ValueError, match="with_2d_quantization=True"):

@@ -88,6 +88,18 @@ class QuantizerRole:
     name: str = ""
 
 
+class _Quantize(torch.autograd.Function):
+    """Rounding has no derivative; the gradient passes as if there had been none."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, quantizer: Quantizer, scheme: Scheme) -> QuantizedTensor:
+        return quantize_by_scheme(tensor, scheme, *quantizer.scales(tensor), quantizer.rowwise, quantizer.columnwise)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None, None
+
+
 class Quantizer:
     """How one tensor is quantized. Called with a tensor it gives a `QuantizedTensor`."""
 
@@ -105,8 +117,9 @@ class Quantizer:
         source = tensor if dtype is None else tensor.to(dtype)
         if scheme is None:
             return source
-        scale, amax = self._scale(source), self._amax(source)
-        return quantize_by_scheme(source, scheme, scale, amax, self.rowwise, self.columnwise)
+        made = _Quantize.apply(source, self, scheme)
+        made._quantizer = self
+        return made
 
     def make_empty(
         self,
@@ -129,10 +142,13 @@ class Quantizer:
             found = dst.scheme if isinstance(dst, QuantizedTensor) else type(dst).__name__
             raise ValueError(f"{type(self).__name__} quantizes to {scheme}, and cannot write into {found}.")
         if noop_flag is None or not noop_flag.item():
-            both = quantize_by_scheme(src, scheme, self._scale(src), self._amax(src))
             with torch.no_grad():
-                dst.copy_(both)
+                dst.copy_(quantize_by_scheme(src, scheme, *self.scales(src)))
         return dst
+
+    def scales(self, tensor: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """(scale, amax) that `tensor` is quantized with, where they do not follow from it."""
+        return self._scale(tensor), self._amax(tensor)
 
     def _scale(self, tensor: Tensor) -> Tensor | None:
         """What `tensor` is multiplied by; None: the scheme computes it."""

@@ -103,9 +103,9 @@ HybridQuantizedTensorStorage = HybridQuantizedTensor
 
 # Names of attributes there -> how Ottava's tensor answers.
 _ATTRIBUTES: dict[str, Any] = {
-    "_data": property(lambda q: q.rowwise_data),
+    "_data": property(lambda q: _shaped(q)),
     "_scale_inv": property(lambda q: q.rowwise_scale_inv),
-    "_rowwise_data": property(lambda q: q.rowwise_data),
+    "_rowwise_data": property(lambda q: _shaped(q)),
     "_rowwise_scale_inv": property(lambda q: q.rowwise_scale_inv),
     "_columnwise_data": property(lambda q: q.columnwise_data),
     "_columnwise_scale_inv": property(lambda q: q.columnwise_scale_inv),
@@ -117,8 +117,14 @@ _ATTRIBUTES: dict[str, Any] = {
 }
 
 
+def _shaped(q: QuantizedTensor) -> Tensor | None:
+    """The bytes by rows, in the tensor's own shape (of numbers of four bits: in half of it)."""
+    data = q.rowwise_data
+    return data if data is None or q.dim() == 2 else data.view(*q.shape[:-1], data.shape[-1])
+
+
 def _quantize_into(target: QuantizedTensor, tensor: Tensor, noop_flag: Tensor | None) -> QuantizedTensor:
-    """`tensor` into `target`, with fresh scales; nothing if `noop_flag` is not 0."""
+    """`tensor` into `target` by the quantizer that made it, or with fresh scales; nothing if `noop_flag` is not 0."""
     return target if noop_flag is not None and noop_flag.item() else target.requantize_(tensor)
 
 

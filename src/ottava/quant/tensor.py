@@ -47,6 +47,8 @@ class QuantizedTensor(torch.Tensor):
     scheme: Scheme
     _parts: dict[str, Tensor]
     _is_slice: bool = False
+    _quantizer: Any = None
+    """Whose `scales(x)` gives the scale or the amax that `copy_` quantizes x with; None: they follow from x (`compat.quantizers`)."""
     """It shares bytes or scales with a larger tensor."""
 
     @staticmethod
@@ -168,14 +170,20 @@ class QuantizedTensor(torch.Tensor):
         return (values if direction == "rowwise" else values.t().contiguous()).reshape(self.shape)
 
     def requantize_(self, source: Tensor) -> QuantizedTensor:
-        """Quantizes `source` (same shape, high precision) into this tensor's buffers, in place, with fresh scales."""
-        flat = source.detach().reshape(_flat_rows(self.shape), self.shape[-1])
-        rowwise, columnwise = "rowwise_data" in self._parts, "columnwise_data" in self._parts
-        fresh = torch.ops.ottava.quantize(flat, str(self.scheme), None, None, rowwise, columnwise)
+        """Quantizes `source` (same shape, high precision) into this tensor's buffers, in place, with the scales that its quantizer gives,
+        if it has one, or fresh ones."""
+        fresh = self._quantized(source.detach().reshape(self.shape))
         for name, tensor in zip(BUFFER_NAMES, fresh, strict=True):
             if name in self._parts:
                 self._parts[name].copy_(tensor)
         return self
+
+    def _quantized(self, source: Tensor) -> tuple[Tensor, ...]:
+        """The buffers of `source`, quantized as this tensor is, in the directions that it has."""
+        flat = source.reshape(_flat_rows(source.shape), source.shape[-1])
+        scales = (None, None) if self._quantizer is None else self._quantizer.scales(flat)
+        copies = ("rowwise_data" in self._parts, "columnwise_data" in self._parts)
+        return torch.ops.ottava.quantize(flat, str(self.scheme), *scales, *copies)
 
     @property
     def data(self) -> Any:
@@ -187,10 +195,8 @@ class QuantizedTensor(torch.Tensor):
         # torch would exchange a memory that this tensor does not have, and leave bytes and scales as they are.
         if type(value) is not QuantizedTensor:
             plain = value._values() if isinstance(value, QuantizedTensor) else value.detach()
-            rowwise, columnwise = "rowwise_data" in self._parts, "columnwise_data" in self._parts
-            flat = plain.reshape(_flat_rows(plain.shape), plain.shape[-1])
-            made = torch.ops.ottava.quantize(flat, str(self.scheme), None, None, rowwise, columnwise)
-            value = QuantizedTensor.from_buffers(made, self.scheme, plain.shape, plain.dtype, rowwise, columnwise)
+            copies = ("rowwise_data" in self._parts, "columnwise_data" in self._parts)
+            value = QuantizedTensor.from_buffers(self._quantized(plain), self.scheme, plain.shape, plain.dtype, *copies)
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self._parts, self.scheme, self._is_slice = dict(value._parts), value.scheme, value._is_slice
 
@@ -260,7 +266,9 @@ class QuantizedTensor(torch.Tensor):
 
     def _map(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> QuantizedTensor:
         parts = {name: function(tensor) for name, tensor in self._parts.items()}
-        return QuantizedTensor(parts, self.scheme, self.shape, dtype or self.dtype)
+        other = QuantizedTensor(parts, self.scheme, self.shape, dtype or self.dtype)
+        other._quantizer = self._quantizer
+        return other
 
 
 def refuse_writes(func: Any, written: Sequence[Any]) -> None:
