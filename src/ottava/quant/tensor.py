@@ -47,9 +47,9 @@ class QuantizedTensor(torch.Tensor):
     scheme: Scheme
     _parts: dict[str, Tensor]
     _is_slice: bool = False
+    """It shares bytes or scales with a larger tensor."""
     _quantizer: Any = None
     """Whose `scales(x)` gives the scale or the amax that `copy_` quantizes x with; None: they follow from x (`compat.quantizers`)."""
-    """It shares bytes or scales with a larger tensor."""
 
     @staticmethod
     def __new__(
@@ -197,8 +197,10 @@ class QuantizedTensor(torch.Tensor):
             plain = value._values() if isinstance(value, QuantizedTensor) else value.detach()
             copies = ("rowwise_data" in self._parts, "columnwise_data" in self._parts)
             value = QuantizedTensor.from_buffers(self._quantized(plain), self.scheme, plain.shape, plain.dtype, *copies)
+            value._quantizer = self._quantizer
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-        self._parts, self.scheme, self._is_slice = dict(value._parts), value.scheme, value._is_slice
+        self._parts, self.scheme = dict(value._parts), value.scheme
+        self._is_slice, self._quantizer = value._is_slice, value._quantizer
 
     def __setitem__(self, index: Any, value: Any) -> None:
         raise ValueError(
