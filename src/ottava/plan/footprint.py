@@ -167,8 +167,8 @@ def _activations(
     h, f, between = size.hidden, size.ffn, tp if spread else 1
     kept = quantized * bytes_.kept + (1 - quantized) * PLAIN  # docs/memory.md counts the same
     high = PLAIN * (2 * h / between + (size.qkv + h + size.fc1) / tp) + 4.0 * size.heads / tp
-    # A product's input for its weight's gradient. proj's is attention's output, which is there already. An activation's output is made again
-    # in backward; only its FP8 copy is kept, where it is split over ranks.
+    # A product's input for its weight's gradient. proj's is attention's output, which is there already. An activation's output is made
+    # again in backward; only its FP8 copy is kept, where it is split over ranks.
     spread_copy = quantized * bytes_.kept if tp > 1 else 0.0
     low = kept * 2 * h / between + spread_copy * f / tp
     backward = tokens * ((2.0 * size.fc1 + PLAIN * f) / tp + 3 * PLAIN * h)
