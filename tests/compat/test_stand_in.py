@@ -36,6 +36,7 @@ def test_modules_recipes_and_contexts_are_ottavas(te: ModuleType) -> None:
     assert te.attention.RotaryPositionEmbedding is ottava.attention.RotaryPositionEmbedding
     assert DelayedScaling is recipe.DelayedScaling and Format is recipe.Format
     assert te_recipe.Float8BlockScaling is recipe.Float8BlockScaling
+    assert te.common.recipe is te_recipe
     assert transformer_engine.pytorch is te
     assert transformer_engine.__version__.startswith("2.20")
 

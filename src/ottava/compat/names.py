@@ -79,6 +79,9 @@ _STATES = (
     "A recipe's state is in its modules: `delayed.*` of the state dict under DelayedScaling, none under the others."
 )
 
+# Modules that stand in another one too: TransformerEngine's documentation writes `te.common.recipe.Format`.
+ALIASES = {"transformer_engine.pytorch.common": "transformer_engine.common"}
+
 # What to do instead, by the last part of the name, or by the module that would have it.
 INSTEAD = {
     "CusolverMpCtx": "Ottava has no Muon optimizer, and no Newton-Schulz iteration.",

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from ottava.compat.gathers import lend_hooks, take_hooks_back
-from ottava.compat.names import FOREIGN, INSTEAD, SOURCES, VERSION
+from ottava.compat.names import ALIASES, FOREIGN, INSTEAD, SOURCES, VERSION
 from ottava.compat.tensors import lend_attributes, take_attributes_back
 
 ROOT, COMPILED = "transformer_engine", "transformer_engine_torch"
@@ -40,8 +40,9 @@ class StandIn(ModuleType):
             return self.__dir__()
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        if f"{self.__name__}.{name}" in SOURCES:
-            return importlib.import_module(f"{self.__name__}.{name}")
+        module = ALIASES.get(f"{self.__name__}.{name}", f"{self.__name__}.{name}")
+        if module in SOURCES:
+            return importlib.import_module(module)
         for source in self.sources():
             if name in getattr(source, "__all__", ()) or _is_public(source, name):
                 return getattr(source, name)
