@@ -6,12 +6,13 @@ BIN    := $(VENV)/bin
 # Written last, so that an interrupted install is done again and a finished one needs no network.
 STAMP  := $(VENV)/.installed
 LAUNCH := $(VENV)/.installed-launch
+KERNELS := $(VENV)/.installed-kernels
 # Processes that share the test files out, in the order of tests/conftest.py. Two more than CI has cores: many tests wait.
 WORKERS ?= 4
 SHARED  := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install debian test pytest test-fast test-extra test-chaos test-launch test-gpu docs-test lint format clean train
+.PHONY: help install debian test pytest test-fast test-kernels test-extra test-chaos test-launch test-gpu docs-test lint format clean train
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -31,6 +32,11 @@ $(LAUNCH): $(STAMP) requirements/launch.txt
 	$(BIN)/python -m pip install --quiet -r requirements/launch.txt
 	@touch $@
 
+# Beside the environment, not in it: with Triton there some tests would find another machine than users of torch's CPU build have.
+$(KERNELS): $(STAMP) requirements/kernels.txt
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/kernels -r requirements/kernels.txt
+	@touch $@
+
 debian: ## install the Debian packages that some tests use, as root
 	@packages=$$(cat requirements/debian.txt); \
 	if dpkg-query -W -f '$${db:Status-Status}\n' $$packages 2>&1 | grep -qvx installed; then \
@@ -44,6 +50,10 @@ pytest: $(STAMP) ## every test this machine can run (tests/gpu only where a GPU 
 
 test-fast: $(STAMP) ## the tests that are not marked slow
 	$(BIN)/python -m pytest -q $(SHARED) -m "not slow and not extra"
+
+test-kernels: $(KERNELS) ## what a GPU would launch, interpreted and compiled without one: kernels, modules, training steps
+	PYTHONPATH=$(VENV)/kernels TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 tests/interpreted
+	PYTHONPATH=$(VENV)/kernels $(BIN)/python -m pytest -q -n 2 tests/compiled
 
 test-extra: $(STAMP) ## tests that take many minutes and show little more than the others
 	$(BIN)/python -m pytest -q -m extra
