@@ -113,10 +113,14 @@ is_tracing: Callable[[], bool] = torch._C._is_tracing
 profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+
+
 def reshaped(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """x, contiguous, in another shape: the same memory, but for autograd no view. FSDP2 warns of modules whose outputs are views, which an
-    in-place op would cut off from its hooks."""
-    return torch.ops.aten._unsafe_view(x, shape)
+    """x, whose rows are contiguous, in another shape: the same memory, but for autograd no view. An in-place op (`y += x`) on a view that
+    a module returns cuts it off from FSDP2's hooks: backward then multiplies by weights that were not gathered. Not for what is saved for
+    a backward, which would not notice such an op."""
+    return x if x.shape == shape else _UNSAFE_VIEW(x, shape)
 
 
 def weak_storage(tensor: torch.Tensor) -> StorageWeakRef:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ottava import torch_private
 from ottava.nn.base import QuantizedModule, default_device
 from ottava.nn.core import run_chain
 from ottava.nn.draw import InitMethod
@@ -163,7 +164,7 @@ class GroupedLinear(QuantizedModule):
         )
         splits = tuple(m_splits) if self.num_gemms > 1 else None
         y = run_chain(chain, rows, tensors, self.state(scale), accumulators, splits)
-        y = y.reshape(self.output_shape(x.shape, self.out_features))
+        y = torch_private.reshaped(y, self.output_shape(x.shape, self.out_features))
         return (y, [self.returned_bias(bias) for bias in biases]) if self.return_bias else y
 
     def extra_repr(self) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ottava import torch_private
 from ottava.nn.base import default_device
 from ottava.nn.core import refuse_double_backward
 from ottava.nn.draw import check_local
@@ -130,7 +131,7 @@ class _Norm(nn.Module):
             added = residual.reshape(-1, self.features)
         gamma, beta = self._parameter(self.weight), self._parameter(self.bias)
         y = _NormFunction.apply(rows, added, gamma, beta, self.kind, self.eps, self.zero_centered_gamma)
-        return y.reshape(inp.shape)
+        return torch_private.reshaped(y, inp.shape)
 
     def extra_repr(self) -> str:
         """Shown when a model is printed."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ottava import torch_private
 from ottava.nn.base import QuantizedModule, default_device
 from ottava.nn.core import run_chain
 from ottava.nn.draw import InitMethod
@@ -169,11 +170,12 @@ class LayerNormLinear(QuantizedModule):
             residual=self.check_residual(residual, x),
         )  # fmt: skip
         y, *more = out if isinstance(out, tuple) else (out,)
-        result: tuple[Any, ...] = (y.reshape(self.output_shape(x.shape, self.out_features)),)
+        result: tuple[Any, ...] = (torch_private.reshaped(y, self.output_shape(x.shape, self.out_features)),)
         if self.return_bias:
             result += (self.returned_bias(bias),)
         if self.return_layernorm_output:
             gathered = self.return_layernorm_output_gathered
+            # A view, whose changes autograd sees: backward may need it as it is.
             result += (more[0].reshape(self.output_shape(x.shape, self.in_features) if gathered else x.shape),)
         if residual is not None:
             result += (more[-1].reshape(x.shape),)

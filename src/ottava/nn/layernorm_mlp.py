@@ -220,6 +220,7 @@ class LayerNormMLP(QuantizedModule):
             result += (self.returned_bias(bias),)
         if self.return_layernorm_output:
             gathered = self.return_layernorm_output_gathered
+            # A view, whose changes autograd sees: backward may need it as it is.
             result += (more[0].reshape(self.output_shape(x.shape, self.hidden_size) if gathered else x.shape),)
         if residual is not None:
             result += (torch_private.reshaped(more[-1], x.shape),)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ottava import torch_private
 from ottava.nn.base import QuantizedModule, default_device
 from ottava.nn.core import run_chain
 from ottava.nn.draw import InitMethod
@@ -151,7 +152,8 @@ class Linear(QuantizedModule):
             chain, rows, [tensors], None if scale is None else self.state(scale), (accumulate,) if accumulate else None
         )
         alone = strategy is ALONE
-        y = y.reshape((*x.shape[:-1], self.out_features) if alone else self.output_shape(x.shape, self.out_features))
+        shape = (*x.shape[:-1], self.out_features) if alone else self.output_shape(x.shape, self.out_features)
+        y = torch_private.reshaped(y, shape)
         return (y, self.returned_bias(bias)) if self.return_bias else y
 
     def extra_repr(self) -> str:
