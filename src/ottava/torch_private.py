@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -82,6 +83,11 @@ def local_tensor(parameter: Any) -> torch.Tensor:
 def root_mesh(mesh: Any) -> Any:
     """The device mesh that `mesh` was sliced from, or itself."""
     return mesh._get_root_mesh()
+
+
+def lists_model_state() -> bool:
+    """Whether who calls the function that asks is `torch.distributed.checkpoint.state_dict`, which then lists what a module can load."""
+    return sys._getframe(2).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
 
 
 def in_reentrant_checkpoint() -> bool:

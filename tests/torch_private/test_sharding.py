@@ -220,3 +220,20 @@ def test_peak_memory_of_a_step_without_data() -> None:
     shard = 64 * 64 * 4 // 8
     assert peak["Sharded Param"] == shard and peak["OptState"] >= 2 * shard
     assert peak["Total"] == sum(size for kind, size in peak.items() if kind != "Total") > 8 * shard
+
+
+def test_who_lists_what_a_module_can_load() -> None:
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+    asked: list[bool] = []
+
+    class Asking(torch.nn.Linear):
+        def named_buffers(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
+            asked.append(torch_private.lists_model_state())
+            return super().named_buffers(prefix, recurse, remove_duplicate)
+
+    model = torch.nn.Sequential(Asking(2, 2))
+    list(model[0].named_buffers(recurse=False)), list(model.named_buffers())
+    assert not any(asked)
+    set_model_state_dict(model, get_model_state_dict(model))
+    assert any(asked)
