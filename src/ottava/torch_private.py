@@ -140,8 +140,10 @@ backward_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Runs `callback` once, when the backward pass that this thread runs now has finished."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+    """Runs `callback` once, when the backward pass that this thread runs now has finished, and with it what others have left for its end:
+    DDP waits there for its sums, and a hook such as PowerSGD's starts collectives in other threads until then."""
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    queue(lambda: queue(callback))
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

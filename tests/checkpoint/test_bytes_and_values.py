@@ -64,7 +64,9 @@ def test_bytes_without_scales_are_not_taken_for_values() -> None:
     before = entries(model)
     for options in ({"strict": True}, {"strict": False}, {"assign": True}):
         kept = {name: tensor for name, tensor in state.items() if name in before}
-        with pytest.raises(RuntimeError, match=r"1\.weight is not stored in FP8 here.*\n?.*inside quantized_model_init"):
+        with pytest.raises(
+            RuntimeError, match=r"1\.weight is not stored in FP8 here.*\n?.*inside quantized_model_init"
+        ):
             model.load_state_dict(kept, **options)
     model.load_state_dict(state)  # with their scales they are values
     assert equal(values(model), values(build("current", stored=True, seed=0)))
