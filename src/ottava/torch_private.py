@@ -90,6 +90,16 @@ def lists_model_state() -> bool:
     return sys._getframe(2).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
 
 
+def tries_pipeline_stage() -> bool:
+    """Whether `torch.distributed.pipelining` runs a stage on memory that nobody has written to, to see what shapes come out."""
+    if "torch.distributed.pipelining.stage" not in sys.modules:
+        return False
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name not in ("_forward_metadata_inference", "_shape_inference"):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
+
+
 def in_reentrant_checkpoint() -> bool:
     """Whether torch's reentrant checkpoint runs its function again now; its first run was under `no_grad`."""
     return type(torch._C._current_autograd_node()).__name__ == "CheckpointFunctionBackward"

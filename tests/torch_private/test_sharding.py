@@ -237,3 +237,23 @@ def test_who_lists_what_a_module_can_load() -> None:
     assert not any(asked)
     set_model_state_dict(model, get_model_state_dict(model))
     assert any(asked)
+
+
+def test_a_pipeline_stage_that_is_only_tried() -> None:
+    from torch.distributed.pipelining.stage import PipelineStage
+
+    asked: list[bool] = []
+
+    class Asking(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            asked.append(torch_private.tries_pipeline_stage())
+            return x * 1
+
+    torch.distributed.init_process_group("fake", store=torch_private.fake_store(), rank=0, world_size=1)
+    try:
+        one: Any = PipelineStage(Asking(), 0, 1, torch.device("cpu"))
+        one.submod(torch.ones(2))
+        one._forward_metadata_inference((torch.ones(2),))
+        assert asked == [False, True]
+    finally:
+        torch.distributed.destroy_process_group()
