@@ -90,9 +90,15 @@ def lists_model_state() -> bool:
     return sys._getframe(2).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
 
 
+PIPELINE_STAGES = "torch.distributed.pipelining.stage"
+
+
 def tries_pipeline_stage() -> bool:
-    """Whether `torch.distributed.pipelining` runs a stage on memory that nobody has written to, to see what shapes come out."""
-    if "torch.distributed.pipelining.stage" not in sys.modules:
+    """Whether `torch.distributed.pipelining` runs a stage on memory that nobody has written to, to see what shapes come out.
+
+    Never while `PIPELINE_STAGES` is not in `sys.modules`, which is asked without a call. A compiler does not know.
+    """
+    if torch.compiler.is_compiling():
         return False
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_name not in ("_forward_metadata_inference", "_shape_inference"):
