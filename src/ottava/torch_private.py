@@ -90,6 +90,17 @@ def lists_model_state() -> bool:
     return sys._getframe(2).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
 
 
+def makes_optimizer_state() -> bool:
+    """Whether `get_state_dict` or `set_state_dict` of torch runs a step with a rate and gradients of 0, to see what an optimizer keeps."""
+    listing = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    if listing is None or torch.compiler.is_compiling():
+        return False
+    code, frame = listing._init_optim_state.__code__, sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
+
+
 PIPELINE_STAGES = "torch.distributed.pipelining.stage"
 
 

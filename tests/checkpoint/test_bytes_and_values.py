@@ -13,7 +13,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -81,6 +87,35 @@ def test_whole_numbers_are_weights_too() -> None:
     rising = torch.arange(32 * 64).view(32, 64) % 256
     model.load_state_dict(model.state_dict() | {"1.weight": rising.float()})
     assert torch.equal(model[1].weight, rising.float())
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_asking_for_the_state_of_an_optimizer_leaves_the_bytes_alone(name: str) -> None:
+    """torch makes a step with a rate of 0 for it, each time where an optimizer keeps nothing."""
+    for kind in (torch.optim.SGD, torch.optim.AdamW):
+        model = build(name, stored=True, seed=0)
+        before, optimizer = entries(model), kind(model.parameters(), lr=0.1)
+        states = get_state_dict(model, optimizer)
+        set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=states[1])
+        assert equal(entries(model), before), kind.__name__
+
+
+def test_hooks_come_before_loading() -> None:
+    """torch's FSDP2 goes back to its shards in one, and somebody's renames entries."""
+    source, model = (build("current", stored=True, seed=seed) for seed in range(2))
+    state = {name.replace("1.weight", "1.old"): tensor for name, tensor in source.state_dict().items()}
+    calls: list[str] = []
+
+    def rename(module: Any, state: dict[str, Any], prefix: str, *unused: Any) -> None:
+        calls.append(prefix)
+        for name in [name for name in state if name.startswith(f"{prefix}old")]:
+            state[name.replace(f"{prefix}old", f"{prefix}weight")] = state.pop(name)
+
+    model[1].register_load_state_dict_pre_hook(rename)
+    for _ in range(2):
+        model.load_state_dict(state)
+        assert equal(entries(model), entries(source))
+    assert calls == ["1.", "1."]
 
 
 # -------------------------------------------------------------------------------------------------------------- two ranks
@@ -166,7 +201,19 @@ def scales_come_from_rank_0() -> None:
             assert equal(entries(model), entries(source)), (name, make.__name__)
 
 
+def gathered_weights_are_loaded_into_their_shards() -> None:
+    """After a forward without a backward FSDP's outermost unit is still gathered."""
+    mesh = init_device_mesh("cpu", (2,))
+    for name in ALL:
+        source, model = (fully_shard(build(name, stored=True, seed=seed), mesh=mesh) for seed in range(2))
+        with ottava.autocast(recipe=RECIPES[name]), torch.no_grad():
+            model(torch.randn(32, 64))
+        set_model_state_dict(model, {n: t.clone() for n, t in get_model_state_dict(source).items()})
+        assert equal(entries(model), entries(source)), name
+
+
 def all_roads(root: str) -> None:
+    gathered_weights_are_loaded_into_their_shards()
     scales_come_from_rank_0()
     bytes_into_values(f"{root}/stored")
     values_into_bytes(f"{root}/plain")

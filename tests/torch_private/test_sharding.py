@@ -257,3 +257,20 @@ def test_a_pipeline_stage_that_is_only_tried() -> None:
         assert asked == [False, True]
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_a_step_that_only_makes_state() -> None:
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    asked: list[bool] = []
+
+    class Asking(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            asked.append(torch_private.makes_optimizer_state())
+            return super().step(closure)
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = Asking(model.parameters(), lr=0.1)
+    optimizer.step()
+    get_optimizer_state_dict(model, optimizer)
+    assert asked == [False, True]

@@ -81,6 +81,10 @@ class SavesWeights(WeightModule):
         errors: Any,
     ) -> None:
         state = dict(state_dict)
+        # First what is to be done before loading: FSDP2 goes back from gathered weights to its shards, somebody's hook renames entries.
+        hooks = self._load_state_dict_pre_hooks
+        for hook in hooks.values():
+            hook(state, prefix, local_metadata, strict, missing, unexpected, errors)
         stored = self.stored_weights()
         for name, weight in stored.items():
             state.update(as_entries(prefix + name, state.get(prefix + name), weight))
@@ -111,7 +115,11 @@ class SavesWeights(WeightModule):
         names = (name for names in self.gemm_weights for name in names if name not in stored)
         problems = (bytes_taken_for_values(prefix + name, state.get(prefix + name)) for name in names)
         errors.extend(problem for problem in problems if problem is not None)
-        super()._load_from_state_dict(state, prefix, local_metadata, strict, missing, unexpected, errors)
+        self.__dict__["_load_state_dict_pre_hooks"] = type(hooks)()  # torch would run them once more
+        try:
+            super()._load_from_state_dict(state, prefix, local_metadata, strict, missing, unexpected, errors)
+        finally:
+            self.__dict__["_load_state_dict_pre_hooks"] = hooks
 
     def _off_meta(self, state: Mapping[str, Any], prefix: str, assign: bool, errors: list[str]) -> dict[str, Weight]:
         """`stored_weights` that can be loaded into: those on the meta device get memory where what is to be loaded lies.
