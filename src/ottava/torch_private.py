@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -84,6 +85,38 @@ def root_mesh(mesh: Any) -> Any:
     return mesh._get_root_mesh()
 
 
+def lists_model_state() -> bool:
+    """Whether who calls the function that asks is `torch.distributed.checkpoint.state_dict`, which then lists what a module can load."""
+    return sys._getframe(2).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
+
+
+def makes_optimizer_state() -> bool:
+    """Whether `get_state_dict` or `set_state_dict` of torch runs a step with a rate and gradients of 0, to see what an optimizer keeps."""
+    listing = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    if listing is None or torch.compiler.is_compiling():
+        return False
+    code, frame = listing._init_optim_state.__code__, sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
+
+
+PIPELINE_STAGES = "torch.distributed.pipelining.stage"
+
+
+def tries_pipeline_stage() -> bool:
+    """Whether `torch.distributed.pipelining` runs a stage on memory that nobody has written to, to see what shapes come out.
+
+    Never while `PIPELINE_STAGES` is not in `sys.modules`, which is asked without a call. A compiler does not know.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name not in ("_forward_metadata_inference", "_shape_inference"):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
+
+
 def in_reentrant_checkpoint() -> bool:
     """Whether torch's reentrant checkpoint runs its function again now; its first run was under `no_grad`."""
     return type(torch._C._current_autograd_node()).__name__ == "CheckpointFunctionBackward"
@@ -138,8 +171,10 @@ backward_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Runs `callback` once, when the backward pass that this thread runs now has finished."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+    """Runs `callback` once, when the backward pass that this thread runs now has finished, and with it what others have left for its end:
+    DDP waits there for its sums, and a hook such as PowerSGD's starts collectives in other threads until then."""
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    queue(lambda: queue(callback))
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

@@ -6,8 +6,10 @@ import copy
 import logging
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -147,3 +149,31 @@ def test_all_ranks_are_a_guess_that_is_said_once_by_the_first(four_ranks: Ranks)
     (message,) = results[0][2]
     assert "over all 4 ranks, a guess" in message and "amax_reduction_group" in message
     assert not any(r[2] for r in results[1:])
+
+
+def test_a_pipeline_that_tries_its_stages_records_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """torch finds out the shapes between stages by a forward and a backward over memory that nobody has written to."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, stage
+
+    empty = stage._make_tensor_from_meta
+    monkeypatch.setattr(stage, "_make_tensor_from_meta", lambda *args: empty(*args).fill_(1e4))
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        asked, x = recipe.DelayedScaling(), torch.randn(32, 64)
+        layers, alone = ([ottava.Linear(64, 64, device="cpu") for _ in range(2)] for _ in range(2))
+        for layer, other in zip(layers, alone, strict=True):
+            other.load_state_dict(layer.state_dict())
+        stages: list[Any] = [PipelineStage(layer, i, 2, torch.device("cpu")) for i, layer in enumerate(layers)]
+        schedule = ScheduleInterleaved1F1B(stages, n_microbatches=2, loss_fn=lambda y, target: y.square().mean())
+        with ottava.autocast(recipe=asked):
+            schedule.step(x, target=x)
+        with ottava.autocast(recipe=asked):
+            losses = [alone[1](alone[0](part)).square().mean() for part in x.chunk(2)]
+        for loss in losses:
+            loss.backward()  # torch divides by the number of microbatches when all are there
+        for layer, other in zip(layers, alone, strict=True):
+            for name, wanted in other.delayed.named_buffers():
+                assert torch.equal(dict(layer.delayed.named_buffers())[name], wanted), name
+            assert torch.equal(layer.weight.grad, other.weight.grad / 2)  # type: ignore[arg-type, operator]
+    finally:
+        dist.destroy_process_group()

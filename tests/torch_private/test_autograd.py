@@ -72,6 +72,11 @@ def test_at_end_of_backward_runs_once_after_the_last_gradient() -> None:
 
     Spy.apply(x, look).sum().backward()
     assert order == ["function", "gradient", "end"]
+    queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+    x.register_hook(lambda grad: queue(lambda: order.append("another's end")))  # as DDP does, after us
+    order.clear()
+    Spy.apply(x, look).sum().backward()
+    assert order == ["function", "gradient", "another's end", "end"]
     run_backward(lambda: None)
     assert order.count("end") == 1
 

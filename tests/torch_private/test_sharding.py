@@ -220,3 +220,57 @@ def test_peak_memory_of_a_step_without_data() -> None:
     shard = 64 * 64 * 4 // 8
     assert peak["Sharded Param"] == shard and peak["OptState"] >= 2 * shard
     assert peak["Total"] == sum(size for kind, size in peak.items() if kind != "Total") > 8 * shard
+
+
+def test_who_lists_what_a_module_can_load() -> None:
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+    asked: list[bool] = []
+
+    class Asking(torch.nn.Linear):
+        def named_buffers(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
+            asked.append(torch_private.lists_model_state())
+            return super().named_buffers(prefix, recurse, remove_duplicate)
+
+    model = torch.nn.Sequential(Asking(2, 2))
+    list(model[0].named_buffers(recurse=False)), list(model.named_buffers())
+    assert not any(asked)
+    set_model_state_dict(model, get_model_state_dict(model))
+    assert any(asked)
+
+
+def test_a_pipeline_stage_that_is_only_tried() -> None:
+    from torch.distributed.pipelining.stage import PipelineStage
+
+    asked: list[bool] = []
+
+    class Asking(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            asked.append(torch_private.tries_pipeline_stage())
+            return x * 1
+
+    torch.distributed.init_process_group("fake", store=torch_private.fake_store(), rank=0, world_size=1)
+    try:
+        one: Any = PipelineStage(Asking(), 0, 1, torch.device("cpu"))
+        one.submod(torch.ones(2))
+        one._forward_metadata_inference((torch.ones(2),))
+        assert asked == [False, True]
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_step_that_only_makes_state() -> None:
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    asked: list[bool] = []
+
+    class Asking(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            asked.append(torch_private.makes_optimizer_state())
+            return super().step(closure)
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = Asking(model.parameters(), lr=0.1)
+    optimizer.step()
+    get_optimizer_state_dict(model, optimizer)
+    assert asked == [False, True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -296,7 +297,10 @@ class QuantizedModule(FollowsAutocast, SavesWeights, ParallelModule):
         if scale is None:
             return None
         live = self._modules["delayed"]._buffers  # type: ignore[union-attr]
-        return DelayedTensors(scale, live["fwd_amax_history"], live["bwd_scale"], live["bwd_amax_history"])
+        forward, backward = live["fwd_amax_history"], live["bwd_amax_history"]
+        if torch_private.PIPELINE_STAGES in sys.modules and torch_private.tries_pipeline_stage():
+            forward, backward = forward.clone(), backward.clone()  # type: ignore[union-attr]  # its numbers mean nothing
+        return DelayedTensors(scale, forward, live["bwd_scale"], backward)
 
     def stage_tensors(
         self,

@@ -7,12 +7,14 @@ error of `load_state_dict`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ottava import torch_private
 from ottava.nn.draw import is_dtensor
 from ottava.nn.fused_names import join_entries, split_entries
 from ottava.nn.held import held, own_part, placed_like
@@ -20,13 +22,15 @@ from ottava.nn.initialize import leave_meta_
 from ottava.nn.weight_entries import (
     are_values_of,
     as_entries,
+    bytes_taken_for_values,
     copies_of_scales,
     dequantized_entries,
-    from_one_rank,
+    drop_own,
     is_bytes,
     load_entries,
     taken,
     to_values,
+    warn_of_zeros,
 )
 from ottava.nn.weights import WeightModule
 from ottava.quant.weight import Weight
@@ -53,6 +57,19 @@ class SavesWeights(WeightModule):
                 seen.add(tensor.data_ptr())
                 destination[prefix + key] = tensor.clone() if shared else tensor
 
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """As in torch. To torch's `set_model_state_dict` scales and other entries of stored weights are buffers: with
+        `broadcast_from_rank0=True` it sends to other ranks what has the name of a parameter or a buffer, and nothing else."""
+        found = super().named_buffers(prefix, recurse, remove_duplicate)
+        if recurse or not torch_private.lists_model_state():
+            return found
+        entries = ((name, key, tensor) for name in self.stored_weights() for key, tensor in self._entries(name).items())
+        start = f"{prefix}." if prefix else ""
+        # Views: a scale that parts of a matrix share is an entry of each.
+        return chain(found, ((start + key, tensor.detach()) for name, key, tensor in entries if key != name))
+
     def _load_from_state_dict(
         self,
         state_dict: Any,
@@ -64,6 +81,10 @@ class SavesWeights(WeightModule):
         errors: Any,
     ) -> None:
         state = dict(state_dict)
+        # First what is to be done before loading: FSDP2 goes back from gathered weights to its shards, somebody's hook renames entries.
+        hooks = self._load_state_dict_pre_hooks
+        for hook in hooks.values():
+            hook(state, prefix, local_metadata, strict, missing, unexpected, errors)
         stored = self.stored_weights()
         for name, weight in stored.items():
             state.update(as_entries(prefix + name, state.get(prefix + name), weight))
@@ -78,17 +99,27 @@ class SavesWeights(WeightModule):
         before = {name: copies_of_scales(self._entries(name)) for name in stored if name not in given}
         for name, entries in given.items():
             parameter = getattr(self, name)
-            entries = from_one_rank(parameter, {f"{name}{ending}": tensor for ending, tensor in entries.items()})
+            entries = {f"{name}{ending}": tensor for ending, tensor in entries.items()}
             problem = load_entries(name, parameter, entries)
             given[name] = entries
             if problem is not None:
                 errors.append(problem)
             state[prefix + name] = parameter
+            warn_of_zeros(name, parameter)
         if given and not errors:
             errors.extend(self._changed_scales(given | before))
+        for name in before:
+            drop_own(state, prefix, self._entries(name))
         self._store_given(state, prefix, [name for name in stored if name not in given], assign)
         self._dequantize_entries(state, prefix)
-        super()._load_from_state_dict(state, prefix, local_metadata, strict, missing, unexpected, errors)
+        names = (name for names in self.gemm_weights for name in names if name not in stored)
+        problems = (bytes_taken_for_values(prefix + name, state.get(prefix + name)) for name in names)
+        errors.extend(problem for problem in problems if problem is not None)
+        self.__dict__["_load_state_dict_pre_hooks"] = type(hooks)()  # torch would run them once more
+        try:
+            super()._load_from_state_dict(state, prefix, local_metadata, strict, missing, unexpected, errors)
+        finally:
+            self.__dict__["_load_state_dict_pre_hooks"] = hooks
 
     def _off_meta(self, state: Mapping[str, Any], prefix: str, assign: bool, errors: list[str]) -> dict[str, Weight]:
         """`stored_weights` that can be loaded into: those on the meta device get memory where what is to be loaded lies.

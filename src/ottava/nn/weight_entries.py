@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ottava import exchange
+from ottava import torch_private
 from ottava.nn.draw import is_dtensor
 from ottava.nn.held import full, held, own_part
 from ottava.nn.strategy import like_dtensor
+from ottava.notices import warn_once
 from ottava.quant.scheme import Scheme
 from ottava.quant.tensor import QuantizedTensor
 from ottava.quant.weight import Weight
@@ -105,37 +106,6 @@ def load_entries(name: str, parameter: Any, loaded: Mapping[str, Tensor]) -> str
     return None
 
 
-def from_one_rank(parameter: Any, entries: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The entries, where some ranks may have fewer: they take them from a rank that has them. Every rank has to call it.
-
-    `set_model_state_dict(broadcast_from_rank0=True)` sends what has the name of a parameter or a buffer, so of a stored weight the
-    bytes alone; scales stay where they were read.
-    """
-    if not is_dtensor(parameter):
-        return entries
-    mesh = parameter.device_mesh
-    for dim in range(mesh.ndim):
-        group, size = mesh.get_group(dim), mesh.size(dim)
-        if size == 1:
-            continue
-        kinds = {key: (tuple(t.shape), t.dtype) for key, t in entries.items() if not is_dtensor(t)}
-        known = exchange.all_gather((sorted(entries), kinds), group, parameter.device)
-        most = max(range(size), key=lambda rank: (len(known[rank][0]), -rank))
-        if all(names == known[most][0] for names, _ in known):
-            continue
-        source = torch.distributed.get_global_rank(group, most)
-        for key, (shape, dtype) in sorted(known[most][1].items()):
-            if all(key in names for names, _ in known):
-                continue
-            tensor = entries.get(key)
-            if tensor is None:
-                tensor = torch.empty(shape, dtype=dtype, device=parameter.device)
-            sent = tensor.to(parameter.device).contiguous()
-            torch.distributed.broadcast(sent, source, group=group)
-            entries = entries | {key: sent}
-    return entries
-
-
 def are_values_of(parameter: Any, value: Any) -> bool:
     """Whether an entry has the parameter's values in high precision: all of them, or spread as the parameter is."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or isinstance(held(value), QuantizedTensor):
@@ -158,9 +128,60 @@ def taken(state: dict[str, Any], key: str) -> dict[str, Tensor]:
     return found | {f"_{n}": state.pop(f"{key}_{n}") for n in ENTRIES if f"{key}_{n}" in state}
 
 
+def drop_own(state: dict[str, Any], prefix: str, entries: Mapping[str, Tensor]) -> None:
+    """Takes a weight's own scales out of a state that has only values for it: what torch lists of a model and does not find, it leaves."""
+    for key, tensor in list(entries.items())[1:]:
+        found = state.get(prefix + key)
+        own = isinstance(found, Tensor) and held(found).data_ptr() == held(tensor).data_ptr()
+        if own or (found is not None and key.endswith("_format")):  # (made anew each time)
+            del state[prefix + key]
+
+
+def warn_of_zeros(name: str, parameter: Any) -> None:
+    """A checkpoint of values that `dcp.load(planner=DefaultLoadPlanner(allow_partial_load=True))` has read into bytes: torch makes whole
+    numbers of values, nearly all of them 0, and leaves the scales as they were."""
+    memory = held(parameter).memory
+    data = memory.data[ROWWISE]
+    scales = memory.scales(ROWWISE) if memory.has_blocks(ROWWISE) else memory.group.scale_inv
+    if data.is_meta or data.numel() < 64 or int((data != 0).sum()) > data.numel() // 100:
+        return
+    if bool((scales != (0 if scales.dtype == torch.uint8 else 1)).any()):
+        warn_once(
+            f"ottava: nearly all FP8 bytes that were loaded for {name} are 0, and their scales are not those of zeros. If the checkpoint "
+            "has values in high precision, load it into a model without quantized_model_init, and its state dict into this one."
+        )
+
+
 def copies_of_scales(entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The scales and amax among the entries, as they are now."""
     return {key: tensor.clone() for key, tensor in entries.items() if key.endswith(("scale_inv", "amax"))}
+
+
+def bytes_taken_for_values(name: str, value: Any) -> str | None:
+    """What is wrong if the value of a weight that is not stored in FP8 is the bytes of one that is, as they are or as numbers.
+
+    torch copies uint8 into a float32 parameter without a word: `dcp.load` of a file that was written by a model with stored weights, and
+    `StateDictOptions(full_state_dict=True)`. Then every number is a whole one from 0 to 255, about half of them, the negative values, above
+    127, and none is 127 or 255, a NaN of E4M3.
+    """
+    if not isinstance(value, Tensor) or isinstance(held(value), QuantizedTensor) or value.dim() != 2:
+        return None
+    numbers = held(value).detach()
+    if numbers.dtype != torch.uint8:
+        if numbers.is_meta or torch_private.is_fake(numbers) or numbers.numel() < 64 or not _are_bytes(numbers[:1]):
+            return None
+        if not _are_bytes(numbers) or not 0.2 < (numbers > 127).float().mean() < 0.8:
+            return None
+    return (
+        f"{name} is not stored in FP8 here, but what was loaded for it is the FP8 bytes of a weight that is, not values: they mean nothing "
+        f"without {name}_scale_inv and {name}_format. Load such a file into a model that was made inside quantized_model_init, or make "
+        "values of it first, in one process without FSDP: torch's dcp_to_torch_save, load_state_dict() of that, and save the state_dict()."
+    )
+
+
+def _are_bytes(numbers: Tensor) -> bool:
+    within = (numbers >= 0) & (numbers < 255) & (numbers != 127) & (numbers == numbers.round())
+    return bool(within.all())
 
 
 def as_entries(key: str, value: Any, weight: Weight | None) -> dict[str, Tensor]:

@@ -42,13 +42,16 @@ def write(kind: type[Weight], func: Any, args: tuple, kwargs: dict) -> Any:
     if received:  # `dist.broadcast(weight, async_op=True)` and the like: what is quantized next has to be there
         torch_private.wait_for_work(result)
     bytes_only = [w for w in targets if w.master is None]
-    if bytes_only:
+    if bytes_only and torch_private.makes_optimizer_state():
+        # A step that changes nothing: bytes of columns, which are not those of rows, would be rounded once more. All ranks do it.
+        targets = [w for w in targets if w.master is not None]
+    elif bytes_only:
         requantize = _requantize_given if received else kind.requantize_together_
         requantize(bytes_only, [values[id(w)] for w in bytes_only])
         mark_written(bytes_only)
     for weight in targets:
         weight.memory.made_from = {}
-    back = {id(values[id(w)]): w for w in targets}
+    back = {id(value): w for w in written if (value := values.get(id(w))) is not None}
     return torch_private.map_instances(Tensor, lambda t: back.get(id(t), t), result)
 
 
