@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import re
 import signal
 import sys
 from typing import NoReturn
@@ -29,10 +30,18 @@ COMMANDS = {
 """Each is a module of this package. Only the one that is named is imported."""
 
 
-def _parser(words: list[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="ottava", description="FP8 transformer training for PyTorch, in plain Python."
-    )
+class Parser(argparse.ArgumentParser):
+    """Names the choice that may have been meant, of this parser and of all below it."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends with exit code 2."""
+        wrong = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
+        near = wrong and difflib.get_close_matches(wrong[1], [word.strip("'") for word in wrong[2].split(", ")], n=1)
+        super().error(message + (f". Did you mean {near[0]!r}?" if near else ""))
+
+
+def _parser(words: list[str]) -> Parser:
+    parser = Parser(prog="ottava", description="FP8 transformer training for PyTorch, in plain Python.")
     parser.add_argument("--version", action="version", version=f"ottava {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, about in COMMANDS.items():
@@ -73,6 +82,8 @@ def main(arguments: list[str] | None = None) -> int:
 
         try:
             return run(words[1:])  # whose ranks have told, by their exit code, what became of them
+        except BrokenPipeError:  # of --help or --dry-run; training goes on without a console
+            return give_up()
         finally:
             settle()
     try:
@@ -91,6 +102,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _command(words: list[str]) -> int:
     parser = _parser(words)
+    if not words:
+        parser.print_help(sys.stderr)
+        return 2
     options, unknown = parser.parse_known_args(words)
     if unknown:
         _refuse(parser, words, unknown)
