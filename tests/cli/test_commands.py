@@ -137,6 +137,10 @@ def test_checkpoints_are_listed_and_verified(tmp_path, capsys):
     Checkpoints(tmp_path / "checkpoints").save(3, {"w": torch.ones(4)})
     assert main(["checkpoint", "ls", str(tmp_path)]) == 0 and "step-00000003" in capsys.readouterr().out
     assert main(["checkpoint", "verify", str(tmp_path)]) == 0
+    Checkpoints(tmp_path / "long").save(3, {"w": torch.ones(4), "layers.0.self_attention.proj.weight": torch.ones(4)})
+    capsys.readouterr()
+    assert main(["checkpoint", "ls", str(tmp_path / "long" / "step-00000003")]) == 0
+    assert len({line.index(" ok ") for line in capsys.readouterr().out.splitlines()}) == 1
     (shard,) = (tmp_path / "checkpoints" / "step-00000003").glob("*.distcp")
     shard.write_bytes(shard.read_bytes()[:-1] + b"x")
     capsys.readouterr()
