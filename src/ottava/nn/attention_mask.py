@@ -143,14 +143,14 @@ def build(
     """(causal, allowed): a plain top-left causal mask as a flag, which fused kernels like; anything else as bool [b, h, s, t]."""
     left, right = window
     square = (queries == keys and valid is None) or (valid is not None and valid.same and queries == keys)
-    plain = (left, right) == (-1, 0) and (not bottom_right or square)
+    only_causal = (left, right) == (-1, 0) and (not bottom_right or square)
     allowed = None
-    if valid is not None and not (plain and valid.same and valid.right_padded):
+    if valid is not None and not (only_causal and valid.same and valid.right_padded):
         # With equal, right-padded sides a causal query never reaches the padding keys, so the flag alone is right.
         allowed = valid.keys[:, None, None, :]
     if attention_mask is not None:
         allowed = ~attention_mask if allowed is None else allowed & ~attention_mask
-    if plain:
+    if only_causal:
         return True, allowed
     if (left, right) != (-1, -1):
         relative = relative_positions(queries, keys, bottom_right, valid, device)

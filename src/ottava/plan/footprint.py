@@ -52,7 +52,7 @@ class ElementBytes:
     """Of a weight's FP8 form as a rank keeps it; 0 without a recipe."""
     wire: float
     """Of a weight as it is gathered."""
-    plain: float = PLAIN
+    unquantized: float = PLAIN
     """Of an activation that is not quantized."""
 
     @staticmethod
@@ -152,8 +152,8 @@ def _held(
         copies = 0.0 if states.fp8_weights else bytes_.copy
     elif bytes_.copy:  # made in forward: the columnwise one waits for backward, both for the next micro-batch
         copies = 2.0 if accumulates else 1.0
-    if not bytes_.copy and nominal > bytes_.plain and shard == 1:
-        copies = bytes_.plain  # torch.autocast's
+    if not bytes_.copy and nominal > bytes_.unquantized and shard == 1:
+        copies = bytes_.unquantized  # torch.autocast's
     gradient = 2.0 if states.gradients == "bfloat16" or nominal == 2.0 else 4.0
     return {
         "parameters": matrices * stored + rest * nominal,
@@ -170,15 +170,15 @@ def _activations(
 ) -> tuple[float, float, float]:
     """(kept by all layers, kept by one layer without recomputation, what its backward works with)."""
     h, f, between = size.hidden, size.ffn, tp if spread else 1
-    kept = quantized * bytes_.kept + (1 - quantized) * bytes_.plain  # docs/memory.md counts the same
-    high = bytes_.plain * (2 * h / between + (size.qkv + h + size.fc1) / tp) + 4.0 * size.heads / tp
+    kept = quantized * bytes_.kept + (1 - quantized) * bytes_.unquantized  # docs/memory.md counts the same
+    high = bytes_.unquantized * (2 * h / between + (size.qkv + h + size.fc1) / tp) + 4.0 * size.heads / tp
     # A product's input for its weight's gradient. proj's is attention's output, which is there already. An activation's output is made
     # again in backward; only its FP8 copy is kept, where it is split over ranks.
     spread_copy = quantized * bytes_.kept if tp > 1 else 0.0
     low = kept * 2 * h / between + spread_copy * f / tp
-    backward = tokens * ((2.0 * size.fc1 + bytes_.plain * f) / tp + 3 * bytes_.plain * h)
+    backward = tokens * ((2.0 * size.fc1 + bytes_.unquantized * f) / tp + 3 * bytes_.unquantized * h)
     whole = tokens * (high + low)
-    each = {"none": whole, "selective": tokens * high, "full": tokens * bytes_.plain * h / between}[recompute]
+    each = {"none": whole, "selective": tokens * high, "full": tokens * bytes_.unquantized * h / between}[recompute]
     return size.layers * each, whole, backward
 
 
@@ -196,11 +196,11 @@ def _loss(
     sharded = layout.shard > 1  # then the head is gathered in bf16, counted there, and its gradient is bf16 too
     exact = layout.states.weights == "float32" and layout.states.gradients == "float32" and not sharded
     gradient = head * (4.0 if several or exact else 2.0)
-    weight = bytes_.plain * head if layout.states.weights == "float32" and not sharded else 0.0
-    working = bytes_.plain * logits
+    weight = bytes_.unquantized * head if layout.states.weights == "float32" and not sharded else 0.0
+    working = bytes_.unquantized * logits
     if quantized:
         working, weight = max(2 * working, working + (4.0 * head if several else 0.0)), 2.0 * head
-    dx = bytes_.plain * tokens * size.hidden
+    dx = bytes_.unquantized * tokens * size.hidden
     return working + gradient + weight + dx, gradient + dx
 
 
@@ -214,5 +214,5 @@ def _gathered(size: ModelSize, bytes_: ElementBytes, layout: Layout, prefetch: i
     layer, tables = size.matrices / layout.tp, size.tables / layout.tp
     # The layer that runs and those that are gathered ahead; embedding and head until the end, when they go before their gradients are
     # copied into the float32 buffer that is reduced.
-    weights = tables * bytes_.plain + (layer * bytes_.wire * (1 + prefetch) if layout.shard > 1 else 0.0)
-    return weights, layer * (bytes_.plain + 4.0), tables * (bytes_.plain + 4.0)
+    weights = tables * bytes_.unquantized + (layer * bytes_.wire * (1 + prefetch) if layout.shard > 1 else 0.0)
+    return weights, layer * (bytes_.unquantized + 4.0), tables * (bytes_.unquantized + 4.0)
