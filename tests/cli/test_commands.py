@@ -68,8 +68,9 @@ def test_a_misspelt_choice_is_told_with_the_nearest(capsys, words, near):
 
 
 def test_without_a_command_all_are_listed(capsys):
-    assert main([]) == 2
-    assert "how a run is doing" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stopped:
+        main([])
+    assert stopped.value.code == 2 and "how a run is doing" in capsys.readouterr().err
 
 
 def test_a_dry_run_shows_mesh_size_and_memory(capsys):

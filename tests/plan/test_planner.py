@@ -348,7 +348,14 @@ def test_the_command_writes_what_train_takes(tmp_path, capsys) -> None:
         (["llama3-8b", "--gpus", "8", "--tokens", "lots"], "15T"),
         (["llama3-8b", "--gpus", "8", "--document-length", "nan"], "A mean document of nan tokens"),
         (["llama3-8b", "--gpus", "8", "--gpu", "a100"], "Choose --set precision.recipe=none, or give"),
-        (["llama3-8b", "--gpus", "8", "--set", "train.global_batchs=3"], "has no key"),
+        (
+            ["llama3-8b", "--gpus", "8", "--set", "train.global_batchs=3"],
+            "has no key 'global_batchs'. Did you mean 'global_batch'?",
+        ),
+        (
+            ["llama3-8b", "--gpus", "8", "--set", "trian.steps=3"],
+            "with a section of `ottava train`. Did you mean 'train'?",
+        ),
         (["llama3-8b", "--gpus", "8", "--table", "nowhere.json"], "cannot be read"),
     ],
 )

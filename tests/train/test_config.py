@@ -208,6 +208,11 @@ def test_what_is_impossible_is_told_in_one_sentence(tmp_path, capsys):
     assert refused(capsys, str(path), "--train.steps", "0") == "ottava train: train.steps must be at least 1, got 0."
 
 
+def test_the_folder_of_a_run_is_told_where_its_configuration_is(tmp_path, capsys):
+    (tmp_path / "config.toml").write_text("[train]\nsteps = 10\n")
+    assert f"is the folder of a run. Its configuration is {tmp_path}/config.toml." in refused(capsys, str(tmp_path))
+
+
 def test_a_configuration_after_the_options_is_told_where_it_belongs(capsys):
     said = "a configuration comes before the options: ottava train"
     assert f"{said} run.toml ..." in refused(capsys, "--train.steps", "3", "run.toml")

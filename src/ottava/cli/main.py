@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import re
 import signal
@@ -13,6 +12,7 @@ from typing import NoReturn
 from ottava import __version__
 from ottava.bench import BENCHMARKS
 from ottava.cli.streams import complete, give_up, refuse, settle
+from ottava.notices import did_you_mean
 
 COMMANDS = {
     "train": "train a language model; `ottava train --help` explains every option",
@@ -36,8 +36,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Ends with exit code 2."""
         wrong = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
-        near = wrong and difflib.get_close_matches(wrong[1], [word.strip("'") for word in wrong[2].split(", ")], n=1)
-        super().error(message + (f". Did you mean {near[0]!r}?" if near else ""))
+        choices = [word.strip("'") for word in wrong[2].split(", ")] if wrong else []
+        meant = did_you_mean(wrong[1], choices) if wrong else ""
+        super().error(f"{message}.{meant}" if meant else message)
 
 
 def _parser(words: list[str]) -> Parser:
@@ -104,7 +105,7 @@ def _command(words: list[str]) -> int:
     parser = _parser(words)
     if not words:
         parser.print_help(sys.stderr)
-        return 2
+        raise SystemExit(2)
     options, unknown = parser.parse_known_args(words)
     if unknown:
         _refuse(parser, words, unknown)
@@ -117,8 +118,8 @@ def _refuse(parser: argparse.ArgumentParser, words: list[str], unknown: list[str
         commands = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
         parser = next((action.choices[word] for action in commands if word in action.choices), parser)
     known = [option for option in parser._option_string_actions if option.startswith("--")]
-    near = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)
-    parser.error(f"unrecognized arguments: {' '.join(unknown)}." + (f" Did you mean {near[0]}?" if near else ""))
+    meant = did_you_mean(unknown[0].split("=")[0], known).replace("'", "")
+    parser.error(f"unrecognized arguments: {' '.join(unknown)}.{meant}")
 
 
 if __name__ == "__main__":

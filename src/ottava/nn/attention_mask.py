@@ -7,12 +7,13 @@ level with the last key), as the mask type says. In masks that users give, True 
 
 from __future__ import annotations
 
-import difflib
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from ottava.notices import did_you_mean
 
 MASK_TYPES = (
     "no_mask",
@@ -25,16 +26,10 @@ MASK_TYPES = (
 )
 
 
-def nearest(name: str, valid: tuple[str, ...]) -> str:
-    """A hint at the valid name that `name` may stand for, with a space before it; empty if there is none."""
-    close = difflib.get_close_matches(str(name), valid, n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
-
-
 def one_of(what: str, given: str, valid: tuple[str, ...]) -> str:
     """`given`, or an error that lists what is valid."""
     if given not in valid:
-        raise ValueError(f"{what} must be one of {', '.join(valid)}; got {given!r}.{nearest(given, valid)}")
+        raise ValueError(f"{what} must be one of {', '.join(valid)}; got {given!r}.{did_you_mean(given, valid)}")
     return given
 
 

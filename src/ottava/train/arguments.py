@@ -6,7 +6,6 @@ same parser (tyro, which takes types, choices and help from the dataclasses) and
 
 from __future__ import annotations
 
-import difflib
 import io
 import json
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from ottava.notices import did_you_mean
 from ottava.train.config import Config
 from ottava.train.config_checks import MOST
 from ottava.train.presets import presets
@@ -114,6 +114,8 @@ def _read(source: str | None) -> tuple[Config, list[str]]:
     """(preset, options that the file stands for)."""
     if source is None:
         return presets()[DEFAULT_PRESET], []
+    if (kept := Path(source) / "config.toml").is_file():
+        raise ValueError(f"{source} is the folder of a run. Its configuration is {kept}.")
     if not source.endswith(".toml"):
         return preset(source), []
     path = Path(source)
@@ -195,8 +197,7 @@ def _option(name: str, value: Any, path: Path) -> list[str]:
 
 def _nearest(name: str, known: Iterable[str]) -> str:
     known = list(known)
-    near = difflib.get_close_matches(name[:80], known, n=1, cutoff=0.4)
-    return f" Did you mean {near[0]!r}?" if near else f" There are: {', '.join(known)}."
+    return did_you_mean(name, known, cutoff=0.4) or f" There are: {', '.join(known)}."
 
 
 def to_toml(config: Config) -> str:
