@@ -67,9 +67,8 @@ def _add_benchmarks(bench: argparse.ArgumentParser, named: list[str]) -> None:
         except ModuleNotFoundError as error:
             if (error.name or "").startswith("ottava"):
                 raise
-            raise SystemExit(
-                f"ottava bench {name} needs more packages: pip install 'ottava[train]' ({error})."
-            ) from error
+            print(f"ottava bench {name} needs more packages: pip install 'ottava[train]' ({error}).", file=sys.stderr)
+            raise SystemExit(2) from error
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)
 

@@ -51,7 +51,8 @@ def parse(arguments: list[str], prog: str = "ottava train") -> tuple[Config, boo
     try:
         import tyro  # noqa: F401
     except ImportError as error:
-        raise SystemExit(f"{prog} needs more packages: pip install 'ottava[train]' ({error}).") from error
+        print(f"{prog} needs more packages: pip install 'ottava[train]' ({error}).", file=sys.stderr)
+        raise SystemExit(2) from error
     source, rest = (
         (arguments[0], arguments[1:]) if arguments and not arguments[0].startswith("-") else (None, arguments)
     )
