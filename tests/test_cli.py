@@ -57,12 +57,15 @@ def test_every_benchmark_explains_itself(capsys: pytest.CaptureFixture[str]) -> 
         assert stopped.value.code == 0 and "--output" in capsys.readouterr().out
 
 
-def test_a_benchmark_without_its_packages_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_benchmark_without_its_packages_says_which(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def without_numpy(name: str) -> None:
         raise ModuleNotFoundError("No module named 'numpy'", name="numpy")
 
     monkeypatch.setattr("ottava.cli.main.importlib.import_module", without_numpy)
-    with pytest.raises(
-        SystemExit, match=r"ottava bench step needs more packages: pip install 'ottava\[train\]'.*numpy"
-    ):
+    with pytest.raises(SystemExit) as stopped:
         main(["bench", "step"])
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and "ottava bench step needs more packages: pip install 'ottava[train]'" in said
+    assert "numpy" in said

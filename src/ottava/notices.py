@@ -1,9 +1,12 @@
-"""What the library tells its user through `logging`, under the name "ottava"."""
+"""What the library tells its user: through `logging`, under the name "ottava"; and what may have been meant."""
 
 from __future__ import annotations
 
+import difflib
 import functools
 import logging
+from collections.abc import Iterable
+from typing import Any
 
 log = logging.getLogger("ottava")
 
@@ -17,6 +20,16 @@ def warn_once(message: str) -> None:
         >>> warn_once("ottava: attention_mask has no effect.")
     """
     log.warning(message)
+
+
+def did_you_mean(given: Any, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """The name that `given` may stand for, as a question with a space before it; empty if none is near.
+
+    >>> did_you_mean("fsdp", ["ddp", "fsdp2"])
+    " Did you mean 'fsdp2'?"
+    """
+    near = difflib.get_close_matches(str(given)[:80], list(known), n=1, cutoff=cutoff)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def leads() -> bool:

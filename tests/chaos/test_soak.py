@@ -83,7 +83,8 @@ def test_wrong_usage_is_said(tmp_path, capsys):
     path = tmp_path / "config.toml"
     path.write_text(to_toml(config))
     assert main(["chaos", str(path), "--faults", "sigfoo"]) == 2
-    assert "There is no fault 'sigfoo'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "There is no fault 'sigfoo'" in said and "Did you mean 'sig" in said
     assert main(["chaos", str(path), "--launcher", "mpirun"]) == 2
     assert "expected ottava or torchrun" in capsys.readouterr().err
     assert main(["chaos", str(path), "--ranks", "2,two"]) == 2

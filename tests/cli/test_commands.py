@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -51,11 +52,45 @@ def test_a_misspelt_option_is_told_by_its_command(capsys, words, said):
     assert stopped.value.code == 2 and said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "words, near",
+    [
+        (["trian"], "train"),
+        (["checkpoint", "verfy", "run"], "verify"),
+        (["bench", "stepp"], "step"),
+        (["launch", "gpt2", "--on", "slrum"], "slurm"),
+    ],
+)
+def test_a_misspelt_choice_is_told_with_the_nearest(capsys, words, near):
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == 2 and f"Did you mean {near!r}?" in capsys.readouterr().err
+
+
+def test_without_a_command_all_are_listed(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([])
+    assert stopped.value.code == 2 and "how a run is doing" in capsys.readouterr().err
+
+
 def test_a_dry_run_shows_mesh_size_and_memory(capsys):
     assert main(["train", "llama3-8b", "--parallel.ranks", "16", "--parallel.tp", "2", "--dry-run"]) == 0
     text = capsys.readouterr().out
     assert "dp_replicate 1 x dp_shard 8 x tp 2, fsdp2" in text and "8,030,261,248" in text
     assert "hidden_size = 4096" in text and "Memory of a rank" in text
+
+
+def test_a_dry_run_counts_the_memory_that_a_plan_counts(tmp_path, capsys):
+    best = tmp_path / "best.toml"
+    assert main(["plan", "llama3-1b", "--gpus", "8", "--output", str(best)]) == 0
+    planned = capsys.readouterr().out
+    assert main(["train", str(best), "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    (total,) = re.findall(r"in all +([\d.]+ GiB) of", planned)
+    assert re.search(rf"in all, about +{total}", shown)
+    assert main(["train", "--dry-run"]) == 0 and re.search(r"parameters +3.38 MiB", capsys.readouterr().out)
+    assert main(["train", "--dry-run", "--parallel.strategy", "fsdp1"]) == 0
+    assert "not estimated: A plan knows no strategy fsdp1." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -103,6 +138,10 @@ def test_checkpoints_are_listed_and_verified(tmp_path, capsys):
     Checkpoints(tmp_path / "checkpoints").save(3, {"w": torch.ones(4)})
     assert main(["checkpoint", "ls", str(tmp_path)]) == 0 and "step-00000003" in capsys.readouterr().out
     assert main(["checkpoint", "verify", str(tmp_path)]) == 0
+    Checkpoints(tmp_path / "long").save(3, {"w": torch.ones(4), "layers.0.self_attention.proj.weight": torch.ones(4)})
+    capsys.readouterr()
+    assert main(["checkpoint", "ls", str(tmp_path / "long" / "step-00000003")]) == 0
+    assert len({line.index(" ok ") for line in capsys.readouterr().out.splitlines()}) == 1
     (shard,) = (tmp_path / "checkpoints" / "step-00000003").glob("*.distcp")
     shard.write_bytes(shard.read_bytes()[:-1] + b"x")
     capsys.readouterr()

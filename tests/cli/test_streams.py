@@ -13,7 +13,7 @@ from ottava.cli.main import main
 
 def test_nobody_reads_any_more(monkeypatch, capfd, tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    for words in (["--help"], ["explain", str(tmp_path)], ["status", str(tmp_path)]):
+    for words in (["--help"], ["train", "--help"], ["explain", str(tmp_path)], ["status", str(tmp_path)]):
         reading, writing = os.pipe()
         os.close(reading)
         with os.fdopen(writing, "w") as console:

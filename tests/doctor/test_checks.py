@@ -246,7 +246,7 @@ def test_what_nccl_chose_is_read_from_its_log() -> None:
 
 def test_a_report_counts_and_sorts() -> None:
     report = Report(2, (Finding("b", "problem", "x", (1,)), Finding("a", "ok", "y")), 1.0)
-    assert not report.sound and report.as_text().splitlines()[-1] == "2 ranks, 1.0 s: 1 problems, 0 warnings."
+    assert not report.sound and report.as_text().splitlines()[-1] == "2 ranks, 1.0 s: 1 problem, 0 warnings."
     assert report.as_text().index("problem") > report.as_text().index("ok")
     assert report.as_json()["findings"][0]["ranks"] == (1,)
 
@@ -259,6 +259,9 @@ def test_a_plan_that_does_not_suit_the_machines_is_told(tmp_path) -> None:
     assert found.status == "warning" and "1-D FSDP over dp_shard=32" in found.message
     (found,) = run_plan.look(tmp_path, "llama3-9b", four_nodes, True)
     assert found.status == "problem" and "no preset 'llama3-9b'" in found.message
+    missing = str(tmp_path / "missing.toml")
+    (found,) = run_plan.look(tmp_path, missing, four_nodes, True)
+    assert found.message == f"{missing} cannot be read: No such file or directory."
     hybrid = tmp_path / "config.toml"
     hybrid.write_text('preset = "llama3-8b"\n[parallel]\ndp_replicate = 4\ndp_shard = 8\n')
     (found,) = run_plan.look(tmp_path, None, four_nodes, True)
@@ -271,6 +274,9 @@ def test_a_run_whose_communication_shows_on_sound_links_is_told_what_to_change(t
     (tmp_path / "config.toml").write_text('preset = "llama3-8b"\n[parallel]\nprefetch = 0\n')
     (found,) = run_plan.look(tmp_path, None, Machine(8), True)
     assert found.status == "warning" and "45% of a step" in found.message and "parallel.prefetch = 1" in found.message
+    assert "no streams" not in found.message
+    (found,) = run_plan.look(tmp_path, None, Machine(8), True, device="cpu")
+    assert "parallel.prefetch" not in found.message and "A CPU has no streams" in found.message
     (found,) = run_plan.look(tmp_path, None, Machine(8), False)  # slow links are told by "links"
     assert found.status == "ok"
 

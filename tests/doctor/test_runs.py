@@ -97,6 +97,11 @@ def test_the_first_error_is_the_cause_not_a_consequence(tmp_path, capsys) -> Non
     assert main(["logs", str(folder)]) == 0
     text = capsys.readouterr().out
     assert text.startswith("First error: rank 1: ValueError: NaN in sample 7")
+    write(folder / "logs" / "rank-3.log", "a\n", NOW - 50)
+    write(folder / "logs" / "rank-2.log", "b\n", NOW - 40)
+    assert main(["logs", str(folder)]) == 0
+    ranks = [line.split()[2] for line in capsys.readouterr().out.splitlines() if line.startswith("==>")]
+    assert ranks == ["2:", "2:", "3:", "0:", "0:", "1:"]  # by start, then by rank
     assert main(["logs", str(folder), "--rank", "0"]) == 0
     text = capsys.readouterr().out
     assert "step 7" in text and "NaN" not in text

@@ -238,6 +238,24 @@ def test_the_overlap_of_a_mesh_is_its_default_unless_the_configuration_has_one()
         assert found.parallel.overlap == expected == found.plan().overlap
 
 
+def test_compiled_layers_are_sharded_as_others_are() -> None:
+    base = preset("llama3-8b")
+    compiled = replace(base, train=replace(base.train, compile=True))
+    meshes = [plan_run(config, Cluster.of("h200", 8)).winner.layout for config in (base, compiled)]
+    assert meshes[0] == meshes[1] and meshes[1].shard == 8
+
+
+def test_activations_in_float32_take_twice_the_memory_and_have_no_rates() -> None:
+    base, size, _, layout = one_gpu("llama3-1b", 1, 1024)
+    layout = replace(layout, accumulate=2)
+    exact = replace(base, precision=replace(base.precision, recipe="none", activations="float32"))
+    plain = replace(base, precision=replace(base.precision, recipe="none"))
+    found, half = (footprint(config, size, ElementBytes.of(config), layout).kinds for config in (exact, plain))
+    assert found["activations"] > 1.9 * half["activations"]
+    with pytest.raises(ValueError, match="rates of bfloat16 alone: --set precision.activations=auto"):
+        plan_run(exact, Cluster.of("h200", 8))
+
+
 def test_impossible_clusters_are_refused() -> None:
     with pytest.raises(ValueError, match="do not fill nodes of 8: take --gpus 8 or 16"):
         Cluster.of("h200", 12)
@@ -330,7 +348,14 @@ def test_the_command_writes_what_train_takes(tmp_path, capsys) -> None:
         (["llama3-8b", "--gpus", "8", "--tokens", "lots"], "15T"),
         (["llama3-8b", "--gpus", "8", "--document-length", "nan"], "A mean document of nan tokens"),
         (["llama3-8b", "--gpus", "8", "--gpu", "a100"], "Choose --set precision.recipe=none, or give"),
-        (["llama3-8b", "--gpus", "8", "--set", "train.global_batchs=3"], "has no key"),
+        (
+            ["llama3-8b", "--gpus", "8", "--set", "train.global_batchs=3"],
+            "has no key 'global_batchs'. Did you mean 'global_batch'?",
+        ),
+        (
+            ["llama3-8b", "--gpus", "8", "--set", "trian.steps=3"],
+            "with a section of `ottava train`. Did you mean 'train'?",
+        ),
         (["llama3-8b", "--gpus", "8", "--table", "nowhere.json"], "cannot be read"),
     ],
 )

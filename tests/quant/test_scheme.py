@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+import ottava
 from ottava import recipe
 from ottava.quant.scheme import Scheme
 from ottava.recipe import Format, QParams
@@ -77,3 +79,16 @@ def test_unknown_role_and_format_are_named() -> None:
         Scheme.parse("e3m4:tensor")
     with pytest.raises(ValueError, match="Unknown recipe Recipe"):
         Scheme.of(recipe.Recipe(), "input")
+
+
+def test_a_class_in_the_place_of_a_recipe_is_told_how_to_make_one() -> None:
+    x, made = torch.ones(16, 16), r"got the class DelayedScaling: write DelayedScaling\(\)"
+    for use in (
+        lambda: ottava.quantize(x, recipe.DelayedScaling),
+        lambda: ottava.autocast(recipe=recipe.DelayedScaling),
+        lambda: ottava.quantized_model_init(recipe=recipe.DelayedScaling),
+    ):
+        with pytest.raises(ValueError, match=made):
+            use()
+    with pytest.raises(ValueError, match=r"got str; for example recipe=ottava.recipe.Float8CurrentScaling\(\)"):
+        ottava.quantize(x, "fp8")

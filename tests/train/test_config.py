@@ -82,7 +82,7 @@ def test_every_field_is_explained(capsys):
         for field in dataclasses.fields(section.default_factory):
             assert f"--{section.name}.{field.name}".replace("_", "-") in text
     assert "Sequences of a step, over all ranks. (default: 16)" in plain
-    assert "llama3-70b" in plain
+    assert "llama3-70b" in plain and text.startswith("usage: ottava train [CONFIG.toml | PRESET] [-h] [OPTIONS]")
 
 
 def test_shapes_of_presets():
@@ -127,6 +127,7 @@ def test_recipe_and_types():
         ("[data]\nfiles = true\n", "data.files is true, but it takes a list."),
         ("steps = 10\n", "steps stands before all sections: write it below [train]."),
         ('preset = "gpt3"\n', "There is no preset 'gpt3'. Did you mean 'gpt2'?"),
+        ("[train]\nsteps = 0\n", "run.toml: train.steps must be at least 1, got 0."),
         (f"[train]\nseed = 0x{'f' * 5000}\n", "train.seed must be at most 4,611,686,018,427,387,904, got more."),
     ],
 )
@@ -198,6 +199,26 @@ FUSED = ["--optimizer.name", "fused_adam"]
 )
 def test_what_is_impossible_is_exit_2_with_a_reason(capsys, arguments, message):
     assert message in refused(capsys, *arguments)
+
+
+def test_what_is_impossible_is_told_in_one_sentence(tmp_path, capsys):
+    assert refused(capsys, "--train.steps", "0") == "ottava train: train.steps must be at least 1, got 0."
+    path = tmp_path / "run.toml"
+    path.write_text("[train]\nsteps = 10\n")
+    assert refused(capsys, str(path), "--train.steps", "0") == "ottava train: train.steps must be at least 1, got 0."
+
+
+def test_the_folder_of_a_run_is_told_where_its_configuration_is(tmp_path, capsys):
+    (tmp_path / "config.toml").write_text("[train]\nsteps = 10\n")
+    assert f"is the folder of a run. Its configuration is {tmp_path}/config.toml." in refused(capsys, str(tmp_path))
+
+
+def test_a_configuration_after_the_options_is_told_where_it_belongs(capsys):
+    said = "a configuration comes before the options: ottava train"
+    assert f"{said} run.toml ..." in refused(capsys, "--train.steps", "3", "run.toml")
+    assert f"{said} run.toml ..." in refused(capsys, "--config", "run.toml")
+    assert f"{said} gpt2 ..." in refused(capsys, "--dry-run", "gpt2")
+    assert said not in refused(capsys, "--train.run", "debug", "--train.step", "3")
 
 
 def test_a_microbatch_is_never_larger_than_what_a_rank_has():

@@ -127,6 +127,7 @@ def test_killed_then_stopped_then_finished(tmp_path):
     os.kill(ranks_of(launcher)[1], signal.SIGKILL)
     code, output = end(launcher)
     assert code not in (0, 143), output
+    assert "Training a llama of " in output and " parameters on 2 x cpu, 400 steps of " in output
     before = by_step(lines(config))
 
     launcher = start(config)
@@ -134,7 +135,7 @@ def test_killed_then_stopped_then_finished(tmp_path):
     launcher.send_signal(signal.SIGTERM)
     code, output = end(launcher)
     assert code == 143, output
-    assert "Resuming from" in output and "stopped by SIGTERM" in output
+    assert "Training a" not in output and "Resuming from" in output and "stopped by SIGTERM" in output
     after = by_step(lines(config))
     assert list(after) == list(range(1, len(after) + 1))
     assert {step: after[step] for step in before} == before  # done again after the checkpoint, bit for bit

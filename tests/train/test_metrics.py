@@ -238,6 +238,11 @@ def test_a_console_that_is_no_terminal_gets_plain_lines():
     assert lines[2].endswith("validation 2.0000") and lines[3].endswith("loss spike")
 
 
+def test_a_line_has_the_beginning_of_a_long_event():
+    line = one_line(step(1, event="21% of a step is communication. " + "Change: parallel.prefetch. " * 9), 10)
+    assert "21% of a step is communication. Change" in line and line.endswith(" ...") and len(line) < 180
+
+
 def test_a_line_says_mfu_and_memory_if_known():
     assert "MFU 41.2%  80.0 GiB" in one_line(step(1, mfu=0.412, peak_reserved_gib=80.0), 10)
 

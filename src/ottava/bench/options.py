@@ -15,3 +15,12 @@ def count(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
     return number
+
+
+def counts(text: str) -> list[int]:
+    """Several of them, with commas.
+
+    >>> counts("8192,32768")
+    [8192, 32768]
+    """
+    return [count(word) for word in text.split(",")]

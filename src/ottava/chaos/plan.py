@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ottava.notices import did_you_mean
+
 PHASES = ("start", "load", "data", "forward", "backward", "optimizer", "save", "evaluation")
 """In the order in which a run comes to them."""
 FIRST = ("start", "load")
@@ -94,9 +96,11 @@ def draw(
         >>> draw(["sigkill", "slow"], count=3, seed=0, ranks=2, steps=40)
     """
     if unknown := sorted(set(kinds) - set(KINDS)):
-        raise ValueError(f"There is no fault {unknown[0]!r}; there are {', '.join(KINDS)}.")
+        meant = did_you_mean(unknown[0], KINDS)
+        raise ValueError(f"There is no fault {unknown[0]!r}; there are {', '.join(KINDS)}.{meant}")
     if unknown := sorted(set(phases) - set(PHASES)):
-        raise ValueError(f"There is no phase {unknown[0]!r}; there are {', '.join(PHASES)}.")
+        meant = did_you_mean(unknown[0], PHASES)
+        raise ValueError(f"There is no phase {unknown[0]!r}; there are {', '.join(PHASES)}.{meant}")
     if steps < per_run + FIRST_STEP:
         raise ValueError(
             f"{per_run} faults come to a run one after the other, from step {FIRST_STEP} on: train.steps ({steps}) must be "

@@ -12,6 +12,9 @@ from ottava.checkpoint.manifest import check_digest, check_holes, check_sizes, r
 from ottava.checkpoint.names import MANIFEST, METADATA, STATE, step_of
 from ottava.checkpoint.storage import Folder, Location, folder_at, storage_at
 
+WIDEST = 100
+"""Letters to which names are filled up."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -20,9 +23,11 @@ class Row:
     name: str
     good: bool
     text: str
+    width: int = 24
+    """Of the names of this answer."""
 
     def __str__(self) -> str:
-        return f"{self.name:<24} {'ok ' if self.good else 'BAD'} {self.text}"
+        return f"{self.name:<{self.width}} {'ok ' if self.good else 'BAD'} {self.text}"
 
 
 def ls(path: Location) -> Iterator[Row]:
@@ -130,10 +135,12 @@ def _entries(folder: Folder) -> dict[str, metadata.Entry]:
 
 def _tensors(folder: Folder) -> Iterator[Row]:
     try:
-        for name, entry in _entries(folder).items():
+        entries = [(shown(name), entry) for name, entry in _entries(folder).items()]
+        width = min(max((len(name) for name, _ in entries), default=0), WIDEST)
+        for name, entry in entries:
             boxes = "1 box" if len(entry.chunks) == 1 else f"{len(entry.chunks)} boxes"
             dtype = str(entry.dtype).removeprefix("torch.")
-            yield Row(shown(name), True, f"{dtype} {list(entry.shape)}, {_size(entry.nbytes)} in {boxes}")
+            yield Row(name, True, f"{dtype} {list(entry.shape)}, {_size(entry.nbytes)} in {boxes}", width)
     except (InvalidCheckpoint, OSError) as error:
         yield Row(folder.name, False, str(error))
 

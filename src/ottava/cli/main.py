@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
+import re
 import signal
 import sys
 from typing import NoReturn
@@ -12,6 +12,7 @@ from typing import NoReturn
 from ottava import __version__
 from ottava.bench import BENCHMARKS
 from ottava.cli.streams import complete, give_up, refuse, settle
+from ottava.notices import did_you_mean
 
 COMMANDS = {
     "train": "train a language model; `ottava train --help` explains every option",
@@ -29,10 +30,19 @@ COMMANDS = {
 """Each is a module of this package. Only the one that is named is imported."""
 
 
-def _parser(words: list[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="ottava", description="FP8 transformer training for PyTorch, in plain Python."
-    )
+class Parser(argparse.ArgumentParser):
+    """Names the choice that may have been meant, of this parser and of all below it."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends with exit code 2."""
+        wrong = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
+        choices = [word.strip("'") for word in wrong[2].split(", ")] if wrong else []
+        meant = did_you_mean(wrong[1], choices) if wrong else ""
+        super().error(f"{message}.{meant}" if meant else message)
+
+
+def _parser(words: list[str]) -> Parser:
+    parser = Parser(prog="ottava", description="FP8 transformer training for PyTorch, in plain Python.")
     parser.add_argument("--version", action="version", version=f"ottava {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, about in COMMANDS.items():
@@ -57,9 +67,8 @@ def _add_benchmarks(bench: argparse.ArgumentParser, named: list[str]) -> None:
         except ModuleNotFoundError as error:
             if (error.name or "").startswith("ottava"):
                 raise
-            raise SystemExit(
-                f"ottava bench {name} needs more packages: pip install 'ottava[train]' ({error})."
-            ) from error
+            print(f"ottava bench {name} needs more packages: pip install 'ottava[train]' ({error}).", file=sys.stderr)
+            raise SystemExit(2) from error
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)
 
@@ -73,6 +82,8 @@ def main(arguments: list[str] | None = None) -> int:
 
         try:
             return run(words[1:])  # whose ranks have told, by their exit code, what became of them
+        except BrokenPipeError:  # of --help or --dry-run; training goes on without a console
+            return give_up()
         finally:
             settle()
     try:
@@ -91,6 +102,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _command(words: list[str]) -> int:
     parser = _parser(words)
+    if not words:
+        parser.print_help(sys.stderr)
+        raise SystemExit(2)
     options, unknown = parser.parse_known_args(words)
     if unknown:
         _refuse(parser, words, unknown)
@@ -103,8 +117,8 @@ def _refuse(parser: argparse.ArgumentParser, words: list[str], unknown: list[str
         commands = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
         parser = next((action.choices[word] for action in commands if word in action.choices), parser)
     known = [option for option in parser._option_string_actions if option.startswith("--")]
-    near = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)
-    parser.error(f"unrecognized arguments: {' '.join(unknown)}." + (f" Did you mean {near[0]}?" if near else ""))
+    meant = did_you_mean(unknown[0].split("=")[0], known).replace("'", "")
+    parser.error(f"unrecognized arguments: {' '.join(unknown)}.{meant}")
 
 
 if __name__ == "__main__":

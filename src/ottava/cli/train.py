@@ -17,7 +17,7 @@ def run(arguments: list[str]) -> int:
         return 2
     config, dry_run = parse(arguments)
     if dry_run:
-        from ottava.train.dry_run import describe
+        from ottava.plan.dry_run import describe
 
         try:
             print(describe(config))

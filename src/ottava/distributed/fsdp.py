@@ -276,7 +276,7 @@ def _gemms(model: nn.Module) -> Iterator[Gemm]:
     """Those that are quantized, each set of parameters once."""
     seen: set[int] = set()  # a tied weight belongs to the first module that has it
     for path, module in model.named_modules():
-        if not isinstance(module, QuantizedModule) or module.plain:
+        if not isinstance(module, QuantizedModule) or module.unquantized:
             continue
         for number, names in enumerate(module.gemm_weights):
             first = getattr(module, names[0])
@@ -343,7 +343,7 @@ def _give_masters(model: nn.Module, policy: MixedPrecisionPolicy | None) -> None
         if len(weights) > 1 and weights[0].master is not None:
             join_parts(weights)
     for module in model.modules():
-        if isinstance(module, QuantizedModule) and not module.plain:
+        if isinstance(module, QuantizedModule) and not module.unquantized:
             module.register_state_dict_post_hook(_state_of_masters)
 
 

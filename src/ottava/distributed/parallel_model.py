@@ -100,23 +100,7 @@ def parallelize(
             overlap_minimum_tokens=plan.overlap_minimum_tokens,
         )
     apply_recompute(model, plan.recompute, chosen or None)
-    wrapped = model
-    if plan.strategy == "fsdp1":
-        _to_plain(model)
-        precision = MixedPrecision(param_dtype=plan.param_dtype, reduce_dtype=plan.reduce_dtype)
-        wrapped = shard_model_fsdp1(
-            model, meshes.dp, mixed_precision=precision, blocks=chosen, seed=seed, device=device
-        )
-    elif plan.strategy == "ddp":
-        _to_plain(model)
-        wrapped = ddp(materialize_(model, seed, device), meshes.replicate)
-    elif plan.strategy == "fsdp2":
-        shard_fsdp2(model, plan, meshes, recipe, chosen)
-        materialize_(model, seed, torch.device("cpu") if plan.cpu_offload else device)
-        if recipe is not None:
-            refresh(model)
-    else:
-        materialize_(model, seed, device)
+    wrapped = _shard(model, plan, meshes, recipe, chosen, seed, device)
     for module in wrapped.modules():
         # The mesh of a plan is all ranks, and every rank runs every module.
         if isinstance(module, DelayedState) and not module.data_groups:
@@ -189,16 +173,41 @@ def shard_fsdp2(
     prefetch_blocks([b for b in blocks if b is not model], plan.prefetch)
 
 
-def _to_plain(model: nn.Module) -> None:
+def _shard(
+    model: nn.Module,
+    plan: ParallelPlan,
+    meshes: Meshes,
+    recipe: Recipe | None,
+    blocks: list[nn.Module],
+    seed: int,
+    device: torch.device,
+) -> nn.Module:
+    """The plan's strategy over data-parallel ranks, and first values; the model, or a wrapper of it."""
+    if plan.strategy == "fsdp1":
+        _to_local_tensors(model)
+        precision = MixedPrecision(param_dtype=plan.param_dtype, reduce_dtype=plan.reduce_dtype)
+        return shard_model_fsdp1(model, meshes.dp, mixed_precision=precision, blocks=blocks, seed=seed, device=device)
+    if plan.strategy == "ddp":
+        _to_local_tensors(model)
+        return ddp(materialize_(model, seed, device), meshes.replicate)
+    if plan.strategy == "fsdp2":
+        shard_fsdp2(model, plan, meshes, recipe, blocks)
+        materialize_(model, seed, torch.device("cpu") if plan.cpu_offload else device)
+        if recipe is not None:
+            refresh(model)
+        return model
+    return materialize_(model, seed, device)
+
+
+def _to_local_tensors(model: nn.Module) -> None:
     """Parameters that tensor parallelism has made DTensors become this rank's plain tensors: FSDP1 and DDP know no others."""
     from torch.distributed.tensor import DTensor
 
-    plain: dict[nn.Parameter, nn.Parameter] = {}
+    local: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if isinstance(parameter, DTensor):
-                if parameter not in plain:
-                    plain[parameter] = nn.Parameter(
-                        parameter.to_local().detach(), requires_grad=parameter.requires_grad
-                    )
-                setattr(module, name, plain[parameter])
+                if parameter not in local:
+                    own = parameter.to_local().detach()
+                    local[parameter] = nn.Parameter(own, requires_grad=parameter.requires_grad)
+                setattr(module, name, local[parameter])

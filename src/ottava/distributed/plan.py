@@ -14,9 +14,7 @@ One weight lies on dp_shard x tp ranks. That group, the weight group, shares the
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -24,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ottava.overlap.schedule import METHODS, TRANSPORTS
+from ottava.notices import did_you_mean
+from ottava.overlap.schedule import METHODS, TRANSPORTS, check_choice
 
 MESH_DIMENSIONS = ("dp_replicate", "dp_shard", "tp")
 """Names of the mesh dimensions, slowest first."""
@@ -105,16 +104,16 @@ class ParallelPlan:
         for name in kwargs:
             if name not in names:
                 raise UnknownPlanField(
-                    f"ParallelPlan has no field {name!r}.{_did_you_mean(name, names)} Its fields are: {', '.join(names)}."
+                    f"ParallelPlan has no field {name!r}.{did_you_mean(name, names)} Its fields are: {', '.join(names)}."
                 )
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
         self._check_sizes()
-        _check_choice("strategy", self.strategy, STRATEGIES)
-        _check_choice("recompute", self.recompute, RECOMPUTE)
-        _check_choice("overlap", self.overlap, METHODS)
-        _check_choice("overlap_transport", self.overlap_transport, TRANSPORTS)
+        check_choice("ParallelPlan", "strategy", self.strategy, STRATEGIES)
+        check_choice("ParallelPlan", "recompute", self.recompute, RECOMPUTE)
+        check_choice("ParallelPlan", "overlap", self.overlap, METHODS)
+        check_choice("ParallelPlan", "overlap_transport", self.overlap_transport, TRANSPORTS)
         tokens = self.overlap_minimum_tokens
         if tokens is not None and (not _is_count(tokens) or tokens < 0):
             raise ValueError(
@@ -242,7 +241,7 @@ class ParallelPlan:
             if isinstance(value, str):
                 if value not in names:
                     raise ValueError(
-                        f"ParallelPlan: {key} must be one of {', '.join(names)}, got {value!r}.{_did_you_mean(value, names)}"
+                        f"ParallelPlan: {key} must be one of {', '.join(names)}, got {value!r}.{did_you_mean(value, names)}"
                     )
                 values[key] = names[value]
         return cls(**values)
@@ -317,17 +316,6 @@ def _default_device_type() -> str:
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _did_you_mean(name: Any, valid: Sequence[str] | dict[str, Any]) -> str:
-    near = difflib.get_close_matches(str(name), list(valid), n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""
-
-
-def _check_choice(field: str, value: Any, known: Sequence[str]) -> None:
-    if value not in known:
-        names = ", ".join(repr(name) for name in known)
-        raise ValueError(f"ParallelPlan: {field} must be one of {names}, got {value!r}.{_did_you_mean(value, known)}")
 
 
 def _wrong_world_size(world_size: int, given: dict[str, int], product: int, left_open: list[str]) -> str:

@@ -32,7 +32,7 @@ from ottava.doctor import (
     speed,
     versions,
 )
-from ottava.doctor.finding import Check, Facts, Finding, Report
+from ottava.doctor.finding import Check, Facts, Finding, Report, counted
 from ottava.doctor.team import MissingRanks, Team
 from ottava.train.listen import stay_on_this_machine
 from ottava.train.world import Place
@@ -98,7 +98,7 @@ def examine(options: Options, place: Place | None = None) -> Report:
 def _all_checks(options: Options, team: Team, found: list[Finding]) -> None:
     hosts = team.gather("hello", socket.gethostname())
     names = [f"rank {rank} on {name}" for rank, name in enumerate(hosts)] if team.size > 1 else ["this machine"]
-    found.append(Finding("ranks", "ok", f"{team.size} answer, on {len(set(hosts))} machines"))
+    found.append(Finding("ranks", "ok", f"{team.size} answer, on {counted(len(set(hosts)), 'machine')}"))
     mine = {check.name: _measured(check.measure, options) for check in ALONE}
     everyone = team.gather("alone", mine)
     for check in ALONE:
@@ -113,17 +113,17 @@ def _all_checks(options: Options, team: Team, found: list[Finding]) -> None:
     found += measured
     sound = any(f.check == "links" and f.status == "ok" for f in measured)
     machine = Machine(team.place.local_size, max(team.size // team.place.local_size, 1))
-    seen = _plan(options, machine, sound) if team.rank == 0 else []
+    seen = _plan(options, machine, sound, device) if team.rank == 0 else []
     found += [Finding(**finding) for finding in team.share("plan", [asdict(finding) for finding in seen])]
 
 
-def _plan(options: Options, machine: Machine, sound_links: bool) -> list[Finding]:
+def _plan(options: Options, machine: Machine, sound_links: bool, device: torch.device) -> list[Finding]:
     from ottava.doctor.run_plan import (
         look,  # here: it reads configurations, which needs packages that a bare torch has not
     )
 
     try:
-        return look(Path(options.run).expanduser(), options.config, machine, sound_links)
+        return look(Path(options.run).expanduser(), options.config, machine, sound_links, device.type)
     except ModuleNotFoundError as error:
         return [Finding("plan", "not here", f"needs more packages: pip install 'ottava[train]' ({error})")]
 

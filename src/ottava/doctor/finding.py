@@ -56,6 +56,14 @@ class Check:
         return found
 
 
+def counted(count: int, noun: str) -> str:
+    """
+    >>> counted(2, "rank")
+    '2 ranks'
+    """
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 @dataclass(frozen=True)
 class Report:
     """All findings of an examination."""
@@ -75,8 +83,9 @@ class Report:
         rows = [(f.check, f.status, f.message) for f in sorted(self.findings, key=lambda f: order[f.status])]
         problems = sum(f.status == "problem" for f in self.findings)
         warnings = sum(f.status == "warning" for f in self.findings)
-        verdict = f"{problems} problems, {warnings} warnings" if problems or warnings else "sound"
-        return f"{table(rows)}\n\n{self.ranks} ranks, {self.seconds:.1f} s: {verdict}."
+        wrong = f"{counted(problems, 'problem')}, {counted(warnings, 'warning')}"
+        verdict = wrong if problems or warnings else "sound"
+        return f"{table(rows)}\n\n{counted(self.ranks, 'rank')}, {self.seconds:.1f} s: {verdict}."
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""

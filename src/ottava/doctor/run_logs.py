@@ -218,7 +218,7 @@ def as_text(folder: Path, rank: int | None = None, lines: int = TAIL) -> str:
     first = first_error(folder)
     if first is not None and rank in (None, first.log.rank):
         parts.append(f"First error: {first.last_line}\n" + "\n".join(f"  {line}" for line in first.lines))
-    for log in logs:
+    for log in sorted(logs, key=lambda log: (log.attempt, log.rank)):  # of one rank the oldest first
         tail = log.lines[-lines:]
         parts.append(f"==> rank {log.rank}: {log.path.relative_to(folder)}\n" + "\n".join(tail))
     return "\n\n".join(parts)

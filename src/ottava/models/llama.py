@@ -136,9 +136,8 @@ class Llama(CausalLM):
         is_first_microbatch: bool | None = None,
     ) -> Tensor:
         """tokens [b, s] -> [s, b, hidden]."""
-        angles = self.rotary(
-            tokens.shape[1]
-        )  # [s, 1, 1, channels]; relative, so they need not restart with each document
+        # [s, 1, 1, channels]; relative, so they need not restart with each document
+        angles = self.rotary(tokens.shape[1])
         x = self.embedding(tokens.t())
         return self.norm(*run_layers(self.layers, x, documents, is_first_microbatch, angles))
 

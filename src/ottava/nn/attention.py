@@ -250,8 +250,8 @@ class DotProductAttention(FollowsAutocast, torch.nn.Module):
         scales = fp8.asked_for(self)
         special = self._special(core_attention_bias_type, window) if scales is not None else None
         if layout == "thd" or isinstance(attention_mask, PackedDocuments):
-            plain = q.is_cuda and self._is_plain(core_attention_bias_type, window)
-            out = attend_packed(request, q, k, v, scales, special, plain)
+            maskless = q.is_cuda and self._needs_no_mask(core_attention_bias_type, window)
+            out = attend_packed(request, q, k, v, scales, special, maskless)
             if out is not None:
                 return out
             scales = None  # decided against
@@ -259,10 +259,10 @@ class DotProductAttention(FollowsAutocast, torch.nn.Module):
 
     # ------------------------------------------------------------------------------------------------------------ the parts
 
-    def _is_plain(self, bias_type: str, window: tuple[int, int]) -> bool:
+    def _needs_no_mask(self, bias_type: str, window: tuple[int, int]) -> bool:
         """Whether kernels for packed sequences do it: they know one mask, and neither dropout nor what is added to scores."""
-        plain = bias_type == "no_bias" and self.softmax_type == "vanilla" and window in _WHOLE
-        return plain and not (self.training and self.attention_dropout > 0.0)
+        maskless = bias_type == "no_bias" and self.softmax_type == "vanilla" and window in _WHOLE
+        return maskless and not (self.training and self.attention_dropout > 0.0)
 
     def _special(self, bias_type: str, window: tuple[int, int]) -> str | None:
         """What FP8 attention does not do, if it is asked for."""

@@ -7,12 +7,13 @@ level with the last key), as the mask type says. In masks that users give, True 
 
 from __future__ import annotations
 
-import difflib
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from ottava.notices import did_you_mean
 
 MASK_TYPES = (
     "no_mask",
@@ -25,16 +26,10 @@ MASK_TYPES = (
 )
 
 
-def nearest(name: str, valid: tuple[str, ...]) -> str:
-    """A hint at the valid name that `name` may stand for, with a space before it; empty if there is none."""
-    close = difflib.get_close_matches(str(name), valid, n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
-
-
 def one_of(what: str, given: str, valid: tuple[str, ...]) -> str:
     """`given`, or an error that lists what is valid."""
     if given not in valid:
-        raise ValueError(f"{what} must be one of {', '.join(valid)}; got {given!r}.{nearest(given, valid)}")
+        raise ValueError(f"{what} must be one of {', '.join(valid)}; got {given!r}.{did_you_mean(given, valid)}")
     return given
 
 
@@ -143,14 +138,14 @@ def build(
     """(causal, allowed): a plain top-left causal mask as a flag, which fused kernels like; anything else as bool [b, h, s, t]."""
     left, right = window
     square = (queries == keys and valid is None) or (valid is not None and valid.same and queries == keys)
-    plain = (left, right) == (-1, 0) and (not bottom_right or square)
+    only_causal = (left, right) == (-1, 0) and (not bottom_right or square)
     allowed = None
-    if valid is not None and not (plain and valid.same and valid.right_padded):
+    if valid is not None and not (only_causal and valid.same and valid.right_padded):
         # With equal, right-padded sides a causal query never reaches the padding keys, so the flag alone is right.
         allowed = valid.keys[:, None, None, :]
     if attention_mask is not None:
         allowed = ~attention_mask if allowed is None else allowed & ~attention_mask
-    if plain:
+    if only_causal:
         return True, allowed
     if (left, right) != (-1, -1):
         relative = relative_positions(queries, keys, bottom_right, valid, device)

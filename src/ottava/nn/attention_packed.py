@@ -19,28 +19,40 @@ from ottava.quant.quantization import AttentionScales
 
 
 def attend_packed(
-    request: Request, q: Tensor, k: Tensor, v: Tensor, scales: AttentionScales | None, special: str | None, plain: bool
+    request: Request,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scales: AttentionScales | None,
+    special: str | None,
+    maskless: bool,
 ) -> Tensor | None:
     """What the module returns; None where none of the kernels does what is asked for: a mask does it then.
 
-    scales: of FP8, if that is asked for; special: what is, and FP8 does not do. plain: nothing is asked for that only a mask's way does.
+    scales: of FP8, if that is asked for; special: what is, and FP8 does not do. maskless: nothing is asked for that only a mask's way does.
     """
     if isinstance(request.mask, PackedDocuments):
-        return _attend_documents(request, q, k, v, scales, special, plain)
+        return _attend_documents(request, q, k, v, scales, special, maskless)
     if "padding" not in request.mask_type or request.mask is not None:
         return None  # which is an error, and the padded way explains it
     if scales is not None:
         out = _sequences_fp8(request, q, k, v, scales, special or _special_packing(request))
         if out is not None:
             return out
-    return _sequences_by_lengths(request, q, k, v) if plain else None
+    return _sequences_by_lengths(request, q, k, v) if maskless else None
 
 
 # -------------------------------------------------------------------------------------------------------- documents in rows
 
 
 def _attend_documents(
-    request: Request, q: Tensor, k: Tensor, v: Tensor, scales: AttentionScales | None, special: str | None, plain: bool
+    request: Request,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scales: AttentionScales | None,
+    special: str | None,
+    maskless: bool,
 ) -> Tensor | None:
     """[s, b, h * d] or [b, s, h * d]."""
     _check_documents(request.mask, request.mask_type, request.layout, q, k)
@@ -48,7 +60,7 @@ def _attend_documents(
         out = _documents_fp8(request, q, k, v, scales, special)
         if out is not None:
             return out
-    if not plain or not backends.varlen_fits(q, k, v):
+    if not maskless or not backends.varlen_fits(q, k, v):
         return None
     backend = documents_backend(q, k, v, request.mask)
     if backend == "triton":

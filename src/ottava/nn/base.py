@@ -226,7 +226,7 @@ class QuantizedModule(FollowsAutocast, SavesWeights, ParallelModule):
     def check_features(self, **sizes: int) -> None:
         """Raises if a feature dimension cannot be quantized by the recipe in force."""
         recipe = CURRENT.recipe
-        if recipe is None or CURRENT.calibrating or self.plain:
+        if recipe is None or CURRENT.calibrating or self.unquantized:
             return
         quantization = Quantization.of(recipe)
         multiple = quantization.feature_multiple
@@ -243,7 +243,7 @@ class QuantizedModule(FollowsAutocast, SavesWeights, ParallelModule):
         stages: makes the module's stages, for which `key` has everything that they are made from.
         """
         compiling = torch.compiler.is_compiling()
-        if compiling or self.plain or CURRENT.depth == 0:
+        if compiling or self.unquantized or CURRENT.depth == 0:
             recipe, calibrating, group = self._context(compiling)
         else:  # the usual case of `_context`
             recipe, calibrating, group = now = (CURRENT.recipe, CURRENT.calibrating, CURRENT.group)
@@ -319,9 +319,9 @@ class QuantizedModule(FollowsAutocast, SavesWeights, ParallelModule):
         if torch_private.is_exporting():
             self._refuse_export(self.gemm_weights[index][0], weight)
         if stage.weight is None:
-            plain = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
-            plain = plain if dtype is None or plain.dtype == dtype else plain.to(dtype)
-            return StageTensors(gamma, beta, plain, bias, None, None, None, None, None, None)
+            values = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
+            values = values if dtype is None or values.dtype == dtype else values.to(dtype)
+            return StageTensors(gamma, beta, values, bias, None, None, None, None, None, None)
         operands = self._weight_operands(chain, index, weight, scale, is_first_microbatch)
         return StageTensors(gamma, beta, weight, bias, *operands)
 
@@ -356,14 +356,14 @@ class QuantizedModule(FollowsAutocast, SavesWeights, ParallelModule):
             check_float(weight, self.describe("weight"))
         scheme = str(stage.weight) if stage.texts is None else stage.texts.weight
         amax = shared_weight_amax(stage, weight) if stage.strategy.shares_weight_amax and not stage.delayed else None
-        plain = weight.detach()
+        detached = weight.detach()
         source: WeightSource | None = None
         if wanted and is_first_microbatch is None and stage.texts is not None:
             if type(weight) is nn.Parameter and not weight.is_inference():
-                source = (plain, (weight,), (weight._version,))  # what `source_of_weight` finds
+                source = (detached, (weight,), (weight._version,))  # what `source_of_weight` finds
             else:
                 owners = [self._parameters.get(name) for name in self.gemm_weights[index]]
-                source = source_of_weight(weight, plain, owners)
+                source = source_of_weight(weight, detached, owners)
         columnwise = wanted and source is None and stage.two_copies
         ops = torch.ops.ottava if stage.texts is None else plain_functions(weight)
         if chain.tally:
@@ -374,7 +374,7 @@ class QuantizedModule(FollowsAutocast, SavesWeights, ParallelModule):
             history = self._modules["delayed"]._buffers["fwd_amax_history"]  # type: ignore[union-attr]  # past `__getattr__`
             if not is_first_microbatch:  # what is kept has an amax of its own
                 cell = cell_of(ops, history, 3 * index + 1)  # type: ignore[arg-type]
-        made = ops.quantize(plain, scheme, weight_scale, amax if cell is None else cell, True, columnwise)
+        made = ops.quantize(detached, scheme, weight_scale, amax if cell is None else cell, True, columnwise)
         row, row_scale, column, column_scale, row_amax, column_amax = made
         if records and row_amax is not cell:
             ops.record_amax_(history, row_amax, 3 * index + 1, 0)
@@ -425,7 +425,7 @@ class QuantizedModule(FollowsAutocast, SavesWeights, ParallelModule):
 
     def quantization_repr(self) -> str:
         """What `extra_repr` says about quantization: the scheme of stored weights, or that of the recipe in force."""
-        if self.plain:
+        if self.unquantized:
             return "unquantized"
         stored = list(self.stored_weights().values())
         if stored:
@@ -452,7 +452,7 @@ def leave_unquantized(module: nn.Module) -> nn.Module:
             raise ValueError(
                 f"{child.describe('weight')} is stored in FP8: build what shall stay unquantized outside of quantized_model_init."
             )
-        child.plain = True
+        child.unquantized = True
     return module
 
 

@@ -29,10 +29,10 @@ A plain tuple: one is made in every forward, and the constructor of a class woul
 _VERSION = attrgetter("_version")
 
 
-def source_of_weight(weight: Tensor, plain: Tensor, owners: Sequence[Any]) -> WeightSource | None:
+def source_of_weight(weight: Tensor, detached: Tensor, owners: Sequence[Any]) -> WeightSource | None:
     """Where backward finds the weight again: in the memory of parameters. None where it is a tensor of its own.
 
-    plain: weight.detach(). owners: the parameters whose rows it is.
+    detached: weight.detach(). owners: the parameters whose rows it is.
     """
     if weight.is_inference():
         return None  # it has no version
@@ -44,7 +44,7 @@ def source_of_weight(weight: Tensor, plain: Tensor, owners: Sequence[Any]) -> We
             return None  # a concatenation
     elif type(weight) is not nn.Parameter and not torch_private.is_fake(weight):
         return None
-    return plain, tuple(owners), tuple(map(_VERSION, owners))
+    return detached, tuple(owners), tuple(map(_VERSION, owners))
 
 
 def quantize_again(

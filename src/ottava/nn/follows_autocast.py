@@ -14,7 +14,7 @@ from ottava.recipe import Recipe
 class FollowsAutocast:
     """A part of a module: `_last_context` is to be an empty dictionary of its own, and not to be pickled."""
 
-    plain = False
+    unquantized = False
     """Whether the module multiplies unquantized, also inside of `autocast`. See `leave_unquantized`."""
 
     # With gradients and without: an evaluation between a forward and its recomputation must not change the latter.
@@ -25,7 +25,7 @@ class FollowsAutocast:
 
         torch.utils.checkpoint recomputes in backward, when the `with` block is long over: what the last forward used holds then.
         """
-        if self.plain:
+        if self.unquantized:
             return None, False, None
         now = (CURRENT.recipe, CURRENT.calibrating, CURRENT.group)
         if compiling:

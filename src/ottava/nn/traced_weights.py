@@ -59,7 +59,7 @@ def _before(layer: nn.Module, args: Any) -> None:
     recipe = None if CURRENT.calibrating else CURRENT.recipe
     delayed = recipe is not None and Quantization.of(recipe).delayed and torch.is_grad_enabled()
     for module in _quantized(layer):
-        module.handed = None if recipe is None or module.plain else _found(module)
+        module.handed = None if recipe is None or module.unquantized else _found(module)
         if delayed and module.handed is not None:
             module.delayed.mark_for_update(recipe, CURRENT.group, compiling=False)  # type: ignore[arg-type]
 

@@ -13,9 +13,10 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from typing import Any
+
+from ottava.notices import did_you_mean
 
 METHODS = ("none", "bulk", "ring", "pipeline", "auto")
 """What a plan may ask for."""
@@ -99,6 +100,5 @@ _MEANINGS = {
 def check_choice(what: str, field: str, value: Any, known: tuple[str, ...]) -> None:
     """Raises unless `value` is one of `known`."""
     if value not in known:
-        near = difflib.get_close_matches(str(value), known, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{what}: {field} must be one of {', '.join(map(repr, known))}, got {value!r}.{hint}")
+        names = ", ".join(map(repr, known))
+        raise ValueError(f"{what}: {field} must be one of {names}, got {value!r}.{did_you_mean(value, known)}")

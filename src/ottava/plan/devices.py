@@ -9,7 +9,6 @@ More comes from files: what `ottava plan --calibrate` writes, and what `ottava b
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -18,6 +17,8 @@ from functools import cache, cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any
+
+from ottava.notices import did_you_mean
 
 RATE_OF_RECIPE = {
     "none": "bf16",
@@ -122,8 +123,7 @@ def find_gpu(name: str, files: Iterable[str | Path] = ()) -> GpuKind:
     """A kind by its short name."""
     table = known_gpus(files)
     if name.lower() not in table:
-        near = difflib.get_close_matches(name.lower(), list(table), n=1)
-        meant = f" Did you mean {near[0]!r}?" if near else ""
+        meant = did_you_mean(name.lower(), table)
         raise ValueError(
             f"There is no GPU {name!r} in the table.{meant} Known are: {', '.join(sorted(table))}. `ottava plan --calibrate` on such "
             "a GPU writes an entry, which --table reads."

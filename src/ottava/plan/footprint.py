@@ -18,10 +18,12 @@ from ottava.plan.layouts import Layout, States
 from ottava.plan.model_size import ModelSize
 from ottava.quant.scheme import Scheme
 from ottava.train.config import Config
-from ottava.train.dry_run import MASTER_BYTES, MOMENT_BYTES
 
+MASTER_BYTES = {"float32": 4.0, "remainder": 2.0, "none": 0.0}
+MOMENT_BYTES = {"float32": 8.0, "bfloat16": 4.0, "float8": 2.0 + 8.0 / 128}
+"""Of both moments of a parameter, with their scales."""
 PLAIN = 2.0
-"""Bytes of an activation that is not quantized: bf16."""
+"""Bytes of a bfloat16, which activations are on a GPU unless the configuration says otherwise."""
 CONTEXT_GIB, GROUP_GIB = 1.0, 0.6
 """Of libraries' workspaces, and of a communicator's buffers: outside of what torch counts as allocated."""
 SPACE = 8192.0 * 8192.0
@@ -50,20 +52,23 @@ class ElementBytes:
     """Of a weight's FP8 form as a rank keeps it; 0 without a recipe."""
     wire: float
     """Of a weight as it is gathered."""
+    unquantized: float = PLAIN
+    """Of an activation that is not quantized."""
 
     @staticmethod
     def of(config: Config) -> ElementBytes:
         """Counted on a small tensor: formats are the business of `quant`."""
         recipe = config.precision.make_recipe()
+        plain = float(config.precision.dtype("cuda").itemsize)
         if recipe is None:
-            return ElementBytes(PLAIN, 0.0, PLAIN)
+            return ElementBytes(plain, 0.0, plain, plain)
         x = torch.zeros(256, 256)
         made = ottava.quantize(x, recipe, role="input")
         weight = ottava.quantize(x, recipe, role="weight")
         kept = (_size(made.columnwise_data) + _size(made.columnwise_scale_inv)) / x.numel()
         row = (_size(weight.rowwise_data) + _size(weight.rowwise_scale_inv)) / x.numel()
         both = 1 if Scheme.of(recipe, "weight").transposable else 2
-        return ElementBytes(kept, row * both, row)
+        return ElementBytes(kept, row * both, row, plain)
 
 
 def _size(tensor: torch.Tensor | None) -> int:
@@ -99,7 +104,7 @@ def footprint(config: Config, size: ModelSize, bytes_: ElementBytes, layout: Lay
     kept, one_layer, backward = _activations(
         size, bytes_, tokens, layout.tp, layout.sequence_parallel, layout.recompute, quantized
     )
-    loss_peak, loss_kept = _loss(size, tokens, layout, config.train.max_logits, config.precision.fp8_head)
+    loss_peak, loss_kept = _loss(size, bytes_, tokens, layout, config.train.max_logits, config.precision.fp8_head)
     gathered, reducing, at_the_end = _gathered(size, bytes_, layout, config.parallel.prefetch)
     gradients = held["gradients"]
     unreduced = 0.0
@@ -147,8 +152,8 @@ def _held(
         copies = 0.0 if states.fp8_weights else bytes_.copy
     elif bytes_.copy:  # made in forward: the columnwise one waits for backward, both for the next micro-batch
         copies = 2.0 if accumulates else 1.0
-    if not bytes_.copy and nominal > PLAIN and shard == 1:
-        copies = PLAIN  # torch.autocast's
+    if not bytes_.copy and nominal > bytes_.unquantized and shard == 1:
+        copies = bytes_.unquantized  # torch.autocast's
     gradient = 2.0 if states.gradients == "bfloat16" or nominal == 2.0 else 4.0
     return {
         "parameters": matrices * stored + rest * nominal,
@@ -165,19 +170,21 @@ def _activations(
 ) -> tuple[float, float, float]:
     """(kept by all layers, kept by one layer without recomputation, what its backward works with)."""
     h, f, between = size.hidden, size.ffn, tp if spread else 1
-    kept = quantized * bytes_.kept + (1 - quantized) * PLAIN  # docs/memory.md counts the same
-    high = PLAIN * (2 * h / between + (size.qkv + h + size.fc1) / tp) + 4.0 * size.heads / tp
+    kept = quantized * bytes_.kept + (1 - quantized) * bytes_.unquantized  # docs/memory.md counts the same
+    high = bytes_.unquantized * (2 * h / between + (size.qkv + h + size.fc1) / tp) + 4.0 * size.heads / tp
     # A product's input for its weight's gradient. proj's is attention's output, which is there already. An activation's output is made
     # again in backward; only its FP8 copy is kept, where it is split over ranks.
     spread_copy = quantized * bytes_.kept if tp > 1 else 0.0
     low = kept * 2 * h / between + spread_copy * f / tp
-    backward = tokens * ((2.0 * size.fc1 + PLAIN * f) / tp + 3 * PLAIN * h)
+    backward = tokens * ((2.0 * size.fc1 + bytes_.unquantized * f) / tp + 3 * bytes_.unquantized * h)
     whole = tokens * (high + low)
-    each = {"none": whole, "selective": tokens * high, "full": tokens * PLAIN * h / between}[recompute]
+    each = {"none": whole, "selective": tokens * high, "full": tokens * bytes_.unquantized * h / between}[recompute]
     return size.layers * each, whole, backward
 
 
-def _loss(size: ModelSize, tokens: int, layout: Layout, max_logits: int, quantized: bool) -> tuple[float, float]:
+def _loss(
+    size: ModelSize, bytes_: ElementBytes, tokens: int, layout: Layout, max_logits: int, quantized: bool
+) -> tuple[float, float]:
     """(at the loss, what stays of it until backward): the head's gradients are made in forward (models/head_loss.py).
 
     quantized: the gradient of a chunk's logits becomes bytes by rows and by columns, and then the weight's gradient of that chunk.
@@ -189,11 +196,11 @@ def _loss(size: ModelSize, tokens: int, layout: Layout, max_logits: int, quantiz
     sharded = layout.shard > 1  # then the head is gathered in bf16, counted there, and its gradient is bf16 too
     exact = layout.states.weights == "float32" and layout.states.gradients == "float32" and not sharded
     gradient = head * (4.0 if several or exact else 2.0)
-    weight = PLAIN * head if layout.states.weights == "float32" and not sharded else 0.0
-    working = PLAIN * logits
+    weight = bytes_.unquantized * head if layout.states.weights == "float32" and not sharded else 0.0
+    working = bytes_.unquantized * logits
     if quantized:
         working, weight = max(2 * working, working + (4.0 * head if several else 0.0)), 2.0 * head
-    dx = PLAIN * tokens * size.hidden
+    dx = bytes_.unquantized * tokens * size.hidden
     return working + gradient + weight + dx, gradient + dx
 
 
@@ -207,5 +214,5 @@ def _gathered(size: ModelSize, bytes_: ElementBytes, layout: Layout, prefetch: i
     layer, tables = size.matrices / layout.tp, size.tables / layout.tp
     # The layer that runs and those that are gathered ahead; embedding and head until the end, when they go before their gradients are
     # copied into the float32 buffer that is reduced.
-    weights = tables * PLAIN + (layer * bytes_.wire * (1 + prefetch) if layout.shard > 1 else 0.0)
-    return weights, layer * (PLAIN + 4.0), tables * (PLAIN + 4.0)
+    weights = tables * bytes_.unquantized + (layer * bytes_.wire * (1 + prefetch) if layout.shard > 1 else 0.0)
+    return weights, layer * (bytes_.unquantized + 4.0), tables * (bytes_.unquantized + 4.0)

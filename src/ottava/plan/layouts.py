@@ -43,7 +43,6 @@ NOT_DIVIDED = "the global batch is no multiple of micro-batch x data-parallel ra
 TOO_FEW_SEQUENCES = "fewer sequences in the global batch than data-parallel ranks"
 TP_CUTS = "tensor parallelism does not divide heads, channels, vocabulary or sequence"
 NEEDS_ONE_RANK = "train.cuda_graph needs one rank, without full recomputation"
-CANNOT_COMPILE = "train.compile cannot trace weights that FSDP2 gathers as FP8"
 ACROSS_ISLANDS = "a shard group that neither fills nor divides an NVLink domain"
 
 
@@ -175,8 +174,6 @@ def _refused(config: Config, layout: Layout) -> str | None:
     """Why `ottava train` would refuse the layout with the rest of this configuration."""
     if config.train.cuda_graph and (layout.ranks > 1 or layout.recompute == "full"):
         return NEEDS_ONE_RANK
-    if config.train.compile and config.precision.recipe != "none" and layout.strategy == "fsdp2":
-        return CANNOT_COMPILE
     return None
 
 

@@ -12,11 +12,13 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+
 from ottava.plan.chart import advice
 from ottava.plan.cluster import Cluster
 from ottava.plan.devices import RATE_OF_RECIPE
 from ottava.plan.footprint import ElementBytes, Footprint, footprint
-from ottava.plan.layouts import CANNOT_COMPILE, NEEDS_ONE_RANK, Layout, layouts, tp_sizes
+from ottava.plan.layouts import NEEDS_ONE_RANK, Layout, layouts, tp_sizes
 from ottava.plan.model_size import ModelSize
 from ottava.plan.step_time import StepTime, step_time
 from ottava.train.config import Config
@@ -90,6 +92,8 @@ def plan_run(config: Config, cluster: Cluster, tokens: float | None = None, docu
     """
     size = ModelSize.of(config)
     _check_recipe(config, cluster)
+    if config.precision.dtype("cuda") == torch.float32:
+        raise ValueError("A plan has rates of bfloat16 alone: --set precision.activations=auto.")
     if config.parallel.cpu_offload:
         raise ValueError("A plan does not know how fast host memory is: leave parallel.cpu_offload off.")
     if document is not None and not (0 < document < math.inf and config.data.document_mask):
@@ -160,9 +164,8 @@ def _nothing(config: Config, size: ModelSize, cluster: Cluster, closest: float |
     """Why, and the smallest number of GPUs that would do."""
     if closest is None:
         tps = tp_sizes(config, size, cluster.island)
-        refused = [why for why in (NEEDS_ONE_RANK, CANNOT_COMPILE) if dropped[why]]
-        if refused:
-            return f"No layout of {cluster.gpus} GPUs is possible: {'; '.join(refused)}. Leave that off, or take another recipe."
+        if dropped[NEEDS_ONE_RANK]:
+            return f"No layout of {cluster.gpus} GPUs is possible: {NEEDS_ONE_RANK}. Leave that off."
         sequences, most = config.train.global_batch, tps[-1]
         ranks = cluster.gpus // most  # the fewest; tps divide a node
         step = math.lcm(ranks, config.train.micro_batch)

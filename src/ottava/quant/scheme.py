@@ -236,7 +236,23 @@ class Scheme:
         for kind, make in _MAKERS.items():
             if isinstance(recipe, kind):
                 return make(recipe, role)
+        check_is_recipe(recipe)
         raise ValueError(f"Unknown recipe {type(recipe).__name__}; known: {', '.join(k.__name__ for k in _MAKERS)}.")
+
+
+def check_is_recipe(recipe: Any, who: str = "") -> None:
+    """Raises ValueError, which begins with `who`, for what is no recipe; above all for a recipe's class.
+
+    >>> check_is_recipe(recipe.DelayedScaling, "autocast: ")
+    Traceback (most recent call last):
+    ValueError: autocast: recipe must be one of ottava.recipe's recipes, got the class DelayedScaling: write DelayedScaling().
+    """
+    if isinstance(recipe, Recipe):
+        return
+    given = f"{type(recipe).__name__}; for example recipe=ottava.recipe.Float8CurrentScaling()"
+    if isinstance(recipe, type) and issubclass(recipe, Recipe):
+        given = f"the class {recipe.__name__}: write {recipe.__name__}()"
+    raise ValueError(f"{who}recipe must be one of ottava.recipe's recipes, got {given}.")
 
 
 _TEXTS: dict[Scheme, str] = {}

@@ -11,6 +11,7 @@ import threading
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from ottava.quant.scheme import check_is_recipe
 from ottava.recipe import DelayedScaling, Recipe
 
 if TYPE_CHECKING:
@@ -60,11 +61,8 @@ class autocast:
         fp8_group: Any = None,
     ) -> None:
         recipe = fp8_recipe if recipe is None else recipe
-        if recipe is not None and not isinstance(recipe, Recipe):
-            raise ValueError(
-                f"autocast: recipe must be one of ottava.recipe's recipes, got {type(recipe).__name__}; "
-                "for example recipe=ottava.recipe.Float8CurrentScaling()."
-            )
+        if recipe is not None:
+            check_is_recipe(recipe, "autocast: ")
         wanted = (enabled or calibrating) and (recipe is None or recipe.quantizes)
         self.recipe = (default_recipe() if recipe is None else recipe) if wanted else None
         self.calibrating = calibrating and not enabled
@@ -109,11 +107,8 @@ class quantized_model_init:
     def __init__(
         self, enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
     ) -> None:
-        if recipe is not None and not isinstance(recipe, Recipe):
-            raise ValueError(
-                f"quantized_model_init: recipe must be one of ottava.recipe's recipes, got {type(recipe).__name__}; "
-                "for example recipe=ottava.recipe.Float8CurrentScaling()."
-            )
+        if recipe is not None:
+            check_is_recipe(recipe, "quantized_model_init: ")
         self.enabled = enabled and (recipe is None or recipe.quantizes)
         self.recipe = default_recipe() if recipe is None else recipe
         self.preserve = preserve_high_precision_init_val

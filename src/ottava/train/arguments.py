@@ -6,7 +6,6 @@ same parser (tyro, which takes types, choices and help from the dataclasses) and
 
 from __future__ import annotations
 
-import difflib
 import io
 import json
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from ottava.notices import did_you_mean
 from ottava.train.config import Config
 from ottava.train.config_checks import MOST
 from ottava.train.presets import presets
@@ -37,6 +37,9 @@ class Command(Config):
     dry_run: bool = False
     """Show the configuration, the mesh, the size of the model and what would run, and stop."""
 
+    def __post_init__(self) -> None:
+        """Not checked here, where the parser of options would tell of it as its own error, but when it becomes a `Config`."""
+
 
 def parse(arguments: list[str], prog: str = "ottava train") -> tuple[Config, bool]:
     """([CONFIG.toml or a preset's name] [--section.key VALUE ...] [--dry-run]) -> (configuration, whether it is only to be shown).
@@ -46,9 +49,10 @@ def parse(arguments: list[str], prog: str = "ottava train") -> tuple[Config, boo
         >>> config, dry_run = parse(["llama3-8b", "--parallel.tp", "2", "--train.steps", "5000"])
     """
     try:
-        import tyro
+        import tyro  # noqa: F401
     except ImportError as error:
-        raise SystemExit(f"{prog} needs more packages: pip install 'ottava[train]' ({error}).") from error
+        print(f"{prog} needs more packages: pip install 'ottava[train]' ({error}).", file=sys.stderr)
+        raise SystemExit(2) from error
     source, rest = (
         (arguments[0], arguments[1:]) if arguments and not arguments[0].startswith("-") else (None, arguments)
     )
@@ -57,26 +61,49 @@ def parse(arguments: list[str], prog: str = "ottava train") -> tuple[Config, boo
     except ValueError as error:
         raise SystemExit(_complain(prog, str(error))) from error
 
-    known = {f.name: getattr(base, f.name) for f in fields(Config)}
     try:
-        found = tyro.cli(Command, default=Command(**known), args=[*from_file, *rest], prog=prog)
+        return _parsed(base, [*from_file, *rest], f"{prog} [CONFIG.toml | PRESET]" if _asks_for_help(rest) else prog)
+    except ValueError as error:
+        culprit = f"{source}: " if _is_refused(base, from_file) else ""
+        raise SystemExit(_complain(prog, f"{culprit}{error}")) from error
     except SystemExit as stop:
-        if stop.code and from_file and _refused(known, from_file):
+        if stop.code and _is_refused(base, from_file):
             print(f"{prog}: this is in {source}.", file=sys.stderr)
+        elif stop.code and source is None and (late := _late_configuration(rest)):
+            print(f"{prog}: a configuration comes before the options: {prog} {late} ...", file=sys.stderr)
         raise
+
+
+def _parsed(base: Config, options: list[str], prog: str) -> tuple[Config, bool]:
+    """The configuration, and whether it is only to be shown. SystemExit for options that are wrong, ValueError for what they say."""
+    import tyro
+
+    known = {f.name: getattr(base, f.name) for f in fields(Config)}
+    found = tyro.cli(Command, default=Command(**known), args=options, prog=prog)
     return Config(**{name: getattr(found, name) for name in known}), found.dry_run
 
 
-def _refused(known: dict[str, Any], options: list[str]) -> bool:
+def _is_refused(base: Config, options: list[str]) -> bool:
     """Whether these options are wrong by themselves. What is said about them has been said."""
-    import tyro
-
     try:
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            tyro.cli(Command, default=Command(**known), args=options)
-    except SystemExit as stop:
-        return bool(stop.code)
+            _parsed(base, options, "")
+    except (SystemExit, ValueError):
+        return True
     return False
+
+
+def _asks_for_help(options: list[str]) -> bool:
+    return not {"-h", "--help"}.isdisjoint(options)
+
+
+def _late_configuration(options: list[str]) -> str | None:
+    """A file or preset that stands among the options and is the value of none of them."""
+    for before, word in zip(["", *options], options):
+        is_value = before.startswith("--") and "." in before
+        if (word.endswith(".toml") or word in presets()) and not is_value and not word.startswith("-"):
+            return word
+    return None
 
 
 def _complain(prog: str, message: str) -> int:
@@ -88,6 +115,8 @@ def _read(source: str | None) -> tuple[Config, list[str]]:
     """(preset, options that the file stands for)."""
     if source is None:
         return presets()[DEFAULT_PRESET], []
+    if (kept := Path(source) / "config.toml").is_file():
+        raise ValueError(f"{source} is the folder of a run. Its configuration is {kept}.")
     if not source.endswith(".toml"):
         return preset(source), []
     path = Path(source)
@@ -169,8 +198,7 @@ def _option(name: str, value: Any, path: Path) -> list[str]:
 
 def _nearest(name: str, known: Iterable[str]) -> str:
     known = list(known)
-    near = difflib.get_close_matches(name[:80], known, n=1, cutoff=0.4)
-    return f" Did you mean {near[0]!r}?" if near else f" There are: {', '.join(known)}."
+    return did_you_mean(name, known, cutoff=0.4) or f" There are: {', '.join(known)}."
 
 
 def to_toml(config: Config) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -123,15 +123,35 @@ class CommunicationWatch:
         return Fabric(tuple(rates), should, device.type)
 
     def _setup(self) -> Setup:
-        plan, train = self.config.plan(self.world.device.type).resolve(self.world.size), self.config.train
-        turns = train.global_batch // (train.micro_batch * self.model.meshes.dp_size)
-        moved = None
-        if plan.dp_shard > 1:
-            wire = 1 if self.model.recipe is not None else plan.param_dtype.itemsize
-            gathers = turns * (2 if plan.reshard_after_forward else 1)
-            part = self.model.parameters / plan.tp * (plan.dp_shard - 1) / plan.dp_shard
-            moved = part * (gathers * wire + plan.reduce_dtype.itemsize)
-        return Setup(
-            plan.strategy, plan.dp_shard, plan.dp_replicate, plan.tp, plan.prefetch, plan.overlap, plan.sequence_parallel,
-            plan.reshard_after_forward, turns, plan.dp_shard * plan.tp > Machine.detect().island, moved, self.world.device.type,
-        )  # fmt: skip
+        found = setup_of(self.config, self.world.size, self.world.device.type, Machine.detect().island)
+        if found.dp_shard == 1:
+            return found
+        plan = self.config.plan(self.world.device.type)
+        wire = 1 if self.model.recipe is not None else plan.param_dtype.itemsize
+        gathers = found.micro_batches * (2 if found.reshard_after_forward else 1)
+        part = self.model.parameters / found.tp * (found.dp_shard - 1) / found.dp_shard
+        return replace(found, moved=part * (gathers * wire + plan.reduce_dtype.itemsize))
+
+
+def setup_of(config: Config, ranks: int, device: str, island: int) -> Setup:
+    """How the run of `config` is spread over `ranks` of a kind of device, `island` of which fast links join.
+
+    >>> setup_of(preset("llama3-8b"), 64, "cuda", island=8).beyond_island
+    True
+    """
+    plan = config.plan(device).resolve(ranks)
+    data_parallel = plan.dp_replicate * plan.dp_shard
+    train = config.on_ranks(data_parallel).train
+    return Setup(
+        strategy=plan.strategy,
+        dp_shard=plan.dp_shard,
+        dp_replicate=plan.dp_replicate,
+        tp=plan.tp,
+        prefetch=plan.prefetch,
+        overlap=plan.overlap,
+        sequence_parallel=plan.sequence_parallel,
+        reshard_after_forward=plan.reshard_after_forward,
+        micro_batches=train.global_batch // (train.micro_batch * data_parallel),
+        beyond_island=plan.dp_shard * plan.tp > island,
+        device=device,
+    )

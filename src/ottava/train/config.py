@@ -123,7 +123,7 @@ class ScheduleSection:
     kind: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
     """How it comes down after the warm-up. wsd: constant, and down linearly at the end."""
     warmup_steps: int | None = None
-    """Steps until the highest learning rate. None: 30% of all, at most 2,000."""
+    """Steps until the highest learning rate. None: 30% of all, at most 2000."""
     final_fraction: float = 0.1
     """Learning rate of the last step, as a fraction of the highest."""
     decay_fraction: float | None = None

@@ -187,5 +187,5 @@ class Fp8Health:
 def _quantized(model: nn.Module) -> Iterator[tuple[str, QuantizedModule]]:
     """By the names of one process."""
     for name, module in modules_of(model):
-        if isinstance(module, QuantizedModule) and not module.plain:
+        if isinstance(module, QuantizedModule) and not module.unquantized:
             yield name, module

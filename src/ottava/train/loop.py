@@ -514,6 +514,7 @@ class Loop:
         loaded = (self.state.load() if self.world.generation else None) or self.state.begin()
         if loaded is None:
             self._lost = self.world.on_rank0(lambda: run_folder.last_step(self.config.run_folder)) or 0
+            self._say_what_begins()
             return 0
         for rejected in loaded.rejected:
             self.say(f"{rejected.path} cannot be used: {rejected.reason}")
@@ -524,6 +525,14 @@ class Loop:
                 f"Nothing is left to do. Go on with --train.steps {2 * steps}, or start anew with --train.run FOLDER."
             )
         return loaded.step
+
+    def _say_what_begins(self) -> None:
+        config, world = self.config, self.world
+        self.say(
+            f"Training a {config.model.architecture} of {self.model.parameters:,} parameters on {world.size} x {world.device.type}, "
+            f"{config.train.steps:,} steps of {config.train.global_batch * config.data.length:,} tokens; products: "
+            f"{config.precision.recipe}; run: {config.run_folder}"
+        )
 
     def _prefetch(self) -> Prefetch[Batch]:
         part = (self.model.meshes.dp_rank, self.model.meshes.dp_size)

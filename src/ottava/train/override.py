@@ -7,6 +7,7 @@ import typing
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+from ottava.notices import did_you_mean
 from ottava.train.config import Config
 
 
@@ -21,11 +22,13 @@ def override(config: Config, text: str) -> Config:
         path, equals, value = word.partition("=")
         section, _, key = path.strip().partition(".")
         if not equals or not is_dataclass(getattr(config, section, None)):
-            raise ValueError(f"{word!r} is not of the form section.key=value, with a section of `ottava train`.")
+            meant = did_you_mean(section, [field.name for field in fields(config)])
+            raise ValueError(f"{word!r} is not of the form section.key=value, with a section of `ottava train`.{meant}")
         part: Any = getattr(config, section)
-        if key not in {field.name for field in fields(part)}:
-            known = ", ".join(field.name for field in fields(part))
-            raise ValueError(f"{word!r}: the section {section} has no key {key!r}; there are {known}.")
+        known = [field.name for field in fields(part)]
+        if key not in known:
+            meant = did_you_mean(key, known) or f" There are: {', '.join(known)}."
+            raise ValueError(f"{word!r}: the section {section} has no key {key!r}.{meant}")
         changes.setdefault(section, {})[key] = _value(typing.get_type_hints(type(part))[key], value.strip(), word)
     return replace(config, **{name: replace(getattr(config, name), **keys) for name, keys in changes.items()})
 
@@ -35,7 +38,8 @@ def _value(kind: Any, text: str, word: str) -> Any:
     origin, choices = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Literal:
         if text not in choices:
-            raise ValueError(f"{word!r}: expected one of {', '.join(map(str, choices))}.")
+            meant = did_you_mean(text, map(str, choices))
+            raise ValueError(f"{word!r}: expected one of {', '.join(map(str, choices))}.{meant}")
         return text
     if origin in (typing.Union, types.UnionType):
         kinds = [choice for choice in choices if choice is not type(None)]

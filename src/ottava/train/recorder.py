@@ -27,8 +27,6 @@ from ottava.train.sinks import Console, TensorBoard, WandB
 from ottava.train.world import World
 
 GIB = 2.0**30
-PARTS_AT = 5
-"""Where a rank's seconds by part begin among what it has measured."""
 Report = Callable[[int, StepMetrics | None], None]
 """Called in every rank after every step, with its number and, in the leading rank, its line."""
 
@@ -87,28 +85,36 @@ class Recorder:
         if self._kept is not None:
             kept, self._kept = self._kept, None
             mine = self._measured(kept)
-            slowest = self.world.max(mine)
-            work = sum(mine[PARTS_AT + PARTS.index(part)] for part in ("forward", "backward"))
-            communication = slowest[PARTS_AT + PARTS.index("communication")]
-            self._write(kept, slowest, self.watch.see(kept.step, slowest[0], communication, work))
+            slowest = dict(zip(mine, self.world.max(list(mine.values()))))
+            work = mine["forward_s"] + mine["backward_s"]
+            seen = self.watch.see(kept.step, slowest["step_s"], slowest["communication_s"], work)
+            self._write(kept, slowest, seen)
             if self._report is not None:
                 self._report(kept.step, None if self._metrics is None else self._metrics.newest)
 
-    def _measured(self, kept: _Step) -> list[float]:
-        """What this rank measured: seconds, memory, tensor-parallel communication, seconds by part."""
+    def _measured(self, kept: _Step) -> dict[str, float]:
+        """What this rank measured, in the same order on every rank: seconds, of all and by part, bytes of memory and of what was sent."""
         seconds, parts = kept.span.read()
-        tensor = (kept.span.of(TENSOR), float(kept.span.tp_bytes))
-        return [seconds, *memory(self.world.device), *tensor, *(parts[name] for name in PARTS)]
+        allocated, reserved = memory(self.world.device)
+        return {
+            "step_s": seconds,
+            **{f"{name}_s": parts[name] for name in PARTS},
+            "tp_exposed_s": kept.span.of(TENSOR),
+            "tp_sent": float(kept.span.tp_bytes),
+            "allocated": allocated,
+            "reserved": reserved,
+        }
 
-    def _write(self, kept: _Step, slowest: list[float], seen: Seen) -> None:
+    def _write(self, kept: _Step, slowest: dict[str, float], seen: Seen) -> None:
+        """slowest: the largest of each that a rank measured."""
         if self._metrics is None:
             return
-        seconds, allocated, reserved, tp_exposed, tp_bytes = slowest[:PARTS_AT]
+        seconds = slowest["step_s"]
         split_tensors = self.config.parallel.tp > 1
         tokens = self.config.train.global_batch * self.config.data.length
         rate = tokens / seconds
         each = rate / self.world.size
-        split: dict[str, float | None] = {f"{name}_s": value for name, value in zip(PARTS, slowest[PARTS_AT:])}
+        split: dict[str, float | None] = {f"{name}_s": slowest[f"{name}_s"] for name in PARTS}
         if self.config.parallel.strategy in ("ddp", "fsdp1") and self.world.size > 1:
             split["communication_s"] = None  # torch waits where nobody can look
         event, self._event = "; ".join(filter(None, (self._event, kept.event, seen.event))) or None, None
@@ -125,13 +131,13 @@ class Recorder:
                 mfu=self.bound.mfu(self.model.flops, each),
                 mfu_full=self.bound.mfu(self.model.flops, each, causal=False),
                 mfu_basis=self.bound.basis(),
-                peak_allocated_gib=allocated / GIB if self.world.device.type == "cuda" else None,
-                peak_reserved_gib=reserved / GIB,
+                peak_allocated_gib=slowest["allocated"] / GIB if self.world.device.type == "cuda" else None,
+                peak_reserved_gib=slowest["reserved"] / GIB,
                 slow_rank=seen.slow_rank,
                 slow_rank_times=seen.slow_rank_times,
                 reduction_error=seen.reduction_error,
-                tp_exposed_s=tp_exposed if split_tensors else None,
-                tp_sent_mb=tp_bytes * 1e-6 if split_tensors else None,
+                tp_exposed_s=slowest["tp_exposed_s"] if split_tensors else None,
+                tp_sent_mb=slowest["tp_sent"] * 1e-6 if split_tensors else None,
                 validation_loss=kept.validation,
                 attempt=self._attempt,
                 event=event,

@@ -47,6 +47,7 @@ th:first-child { position: sticky; left: 0; background: var(--card) } tbody th {
 svg { width: 100%; height: auto; display: block } svg text { font-size: 12px; fill: var(--soft) }
 svg .rule { stroke: var(--rule) } svg .mark { stroke-dasharray: 3 3 } svg rect { shape-rendering: crispEdges }
 svg .line { fill: none; stroke-width: 1.6; stroke-opacity: 0.85; stroke-linejoin: round }
+.event { overflow-wrap: anywhere }
 .item { display: inline-flex; align-items: baseline; margin-right: 12px; overflow-wrap: anywhere }
 th .item { min-width: 80px; margin: 0 }
 .key { flex: none; width: 10px; height: 10px; border: 1px solid var(--rule); border-radius: 2px; margin-right: 5px }
@@ -330,7 +331,11 @@ def _verdict(gate: dict[str, Any] | None) -> str:
 
 def _event_card(runs: list[Run]) -> str:
     """Restarts, steps that were skipped: the first few of a run that had many."""
-    rows = [(_key(run.colour, run.name), f"{step:,}", escape(what)) for run in runs for step, what in run.events()]
+    rows = [
+        (_key(run.colour, run.name), f"{step:,}", f'<span class="event">{escape(what)}</span>')
+        for run in runs
+        for step, what in run.events()
+    ]
     if not rows:
         return ""
     more = f"{len(rows) - EVENTS:,} more are not shown." if len(rows) > EVENTS else ""

@@ -62,7 +62,7 @@ class Saves:
             self._recorder.note(f"checkpoint failed: {error}")
             if enough or self._failed >= self._section.max_failed:
                 raise NotSaved(
-                    f"{error} That were {self._failed} failures in a row (checkpoint.max_failed is {self._section.max_failed})."
+                    f"{error} Those were {self._failed} failures in a row (checkpoint.max_failed is {self._section.max_failed})."
                 ) from error
             return False
         self._failed, self._again = 0, None

@@ -8,10 +8,14 @@ from __future__ import annotations
 import sys
 import uuid
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, TextIO
 
 from ottava.train.console import say
 from ottava.train.metrics import StepMetrics, write_whole
+
+LONGEST_EVENT = 100
+"""Letters of an event in a line of the console: what is longer was a warning of its own, and is whole in metrics.jsonl."""
 
 
 def missing(what: str, package: str, error: ImportError) -> ValueError:
@@ -45,7 +49,7 @@ def one_line(metrics: StepMetrics, steps: int) -> str:
     if m.validation_loss is not None:
         parts.append(f"validation {m.validation_loss:.4f}")
     if m.event is not None:
-        parts.append(m.event)
+        parts.append(shorten(m.event, LONGEST_EVENT, placeholder=" ..."))
     return "  ".join(parts)
 
 

@@ -51,7 +51,7 @@ def make_run(folder: Path, steps: int = 600, layers: int = 12, second: float = 1
                     tflops_per_gpu=989 * mfu, mfu=mfu / took * second, mfu_basis="989 TFLOP/s, from the data sheet",
                     peak_reserved_gib=66.0 if n < steps / 3 else 69.5, validation_loss=loss if n % 50 == 0 else None,
                     attempt=(n > 0.4 * steps) + (n > 0.7 * steps),
-                    event="skipped: non-finite loss" if n == steps // 2 else None,
+                    event="skipped: parallel.reshard_after_forward_or_something_else" if n == steps // 2 else None,
                     **{f"{part}_s": seconds for part, seconds in zip(PARTS, parts)},
                 )
             )  # fmt: skip
