@@ -91,6 +91,11 @@ def test_what_they_do_not_offer_is_refused(te: Any) -> None:
         te.MXFP8Quantizer(e4m3, with_2d_quantization=True)(x)
     with pytest.raises(ValueError, match="row_scaled_nvfp4"):
         te.NVFP4Quantizer(row_scaled_nvfp4=True)(x)
+    with pytest.raises(ValueError, match="with_random_sign_mask=False"):
+        te.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True, with_random_sign_mask=False)(x)
+    assert torch.equal(
+        te.NVFP4Quantizer(with_random_sign_mask=False)(x), te.NVFP4Quantizer()(x)
+    )  # nothing is transformed
     with pytest.raises(ValueError, match="cannot write into e4m3:1x32"):
         te.Float8CurrentScalingQuantizer(e4m3, device="cpu").update_quantized(x, te.MXFP8Quantizer(e4m3)(x))
     assert te.IdentityQuantizer(dtype=torch.bfloat16)(x).dtype == torch.bfloat16

@@ -70,6 +70,8 @@ def test_names_that_scripts_import_from_submodules(te: ModuleType) -> None:
         assert FP8GlobalStateManager.is_fp8_calibration() and not FP8GlobalStateManager.is_fp8_enabled()
     with te.quantized_model_init():
         assert FP8GlobalStateManager.with_fp8_parameters()
+    keys = [FP8GlobalStateManager.get_meta_tensor_key(forward=forward) for forward in (True, False)]
+    assert all(key in ottava.Linear(16, 16, device="cpu").fp8_meta for key in keys)
 
 
 def test_availability_has_transformer_engines_two_forms(te: ModuleType) -> None:
