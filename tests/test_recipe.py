@@ -30,22 +30,19 @@ FIELDS = {
     "Float8CurrentScaling": {
         "use_power_2_scales": False,
         "fp8_format": Format.HYBRID,
-        "fp8_quant_fwd_inp": QParams(power_2_scale=False, amax_epsilon=0.0),
-        "fp8_quant_fwd_weight": QParams(power_2_scale=False, amax_epsilon=0.0),
-        "fp8_quant_bwd_grad": QParams(power_2_scale=False, amax_epsilon=0.0),
         "fp8_gemm_fprop": FAST,
         "fp8_gemm_dgrad": SPLIT,
         "fp8_gemm_wgrad": SPLIT,
         "fp8_dpa": False,
         "fp8_mha": False,
         "backward_override": None,
+        "fp8_quant_fwd_inp": QParams(power_2_scale=False, amax_epsilon=0.0),
+        "fp8_quant_fwd_weight": QParams(power_2_scale=False, amax_epsilon=0.0),
+        "fp8_quant_bwd_grad": QParams(power_2_scale=False, amax_epsilon=0.0),
     },
     "Float8BlockScaling": {
         "use_f32_scales": False,
         "fp8_format": Format.E4M3,
-        "fp8_quant_fwd_inp": QParams(power_2_scale=True, amax_epsilon=0.0),
-        "fp8_quant_fwd_weight": QParams(power_2_scale=True, amax_epsilon=0.0),
-        "fp8_quant_bwd_grad": QParams(power_2_scale=True, amax_epsilon=0.0),
         "x_block_scaling_dim": 1,
         "w_block_scaling_dim": 2,
         "grad_block_scaling_dim": 1,
@@ -55,6 +52,9 @@ FIELDS = {
         "fp8_dpa": False,
         "fp8_mha": False,
         "backward_override": None,
+        "fp8_quant_fwd_inp": QParams(power_2_scale=True, amax_epsilon=0.0),
+        "fp8_quant_fwd_weight": QParams(power_2_scale=True, amax_epsilon=0.0),
+        "fp8_quant_bwd_grad": QParams(power_2_scale=True, amax_epsilon=0.0),
     },
     "MXFP8BlockScaling": {
         "margin": 0,
@@ -62,11 +62,16 @@ FIELDS = {
         "fp8_dpa": False,
         "fp8_mha": False,
         "backward_override": None,
+        "enable_2d_quantization": False,
     },
     "NVFP4BlockScaling": {
         "disable_rht": False,
         "disable_stochastic_rounding": False,
         "disable_2d_quantization": False,
+        "row_scaled_activation": False,
+        "nvfp4_4over6": "none",
+        "nvfp4_4over6_e4m3_use_256": "all",
+        "nvfp4_4over6_err_mode": "MAE",
         "fp4_format": Format.E2M1,
         "fp8_format": Format.E4M3,
         "fp8_dpa": False,
@@ -80,6 +85,9 @@ FIELDS = {
 def test_fields_and_defaults(name: str) -> None:
     made = getattr(recipe, name)()
     assert {f.name: getattr(made, f.name) for f in dataclasses.fields(made)} == FIELDS[name]
+    assert [f.name for f in dataclasses.fields(made)] == list(
+        FIELDS[name]
+    )  # arguments by position, where TransformerEngine has them
 
 
 def test_formats() -> None:
@@ -110,6 +118,7 @@ def test_what_a_recipe_says_of_itself(name: str) -> None:
         "float8_block_scaling": ["Float8BlockScaling"],
         "mxfp8": ["MXFP8BlockScaling"],
         "nvfp4": ["NVFP4BlockScaling"],
+        "custom": [],
     }
     for question, kinds in answers.items():
         assert getattr(made, question)() == (name in kinds)
@@ -120,8 +129,10 @@ def test_frozen_hashable_comparable_copyable(name: str) -> None:
     kind = getattr(recipe, name)
     one, two = kind(), kind()
     assert one == two and hash(one) == hash(two) and len({one, two}) == 1
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(dataclasses.FrozenInstanceError, match=r"use dataclasses.replace\(recipe, fp8_format=...\)"):
         one.fp8_format = Format.E4M3
+    with pytest.raises(AttributeError, match=rf"{name}\.zzz cannot be assigned to.*its fields are: .*fp8_format"):
+        one.zzz = 1
     assert copy.deepcopy(one) == one and pickle.loads(pickle.dumps(one)) == one and dataclasses.replace(one) == one
     assert name in repr(one)
 
@@ -157,6 +168,9 @@ def test_an_unknown_field_names_the_nearest(name: str) -> None:
         ("Float8BlockScaling", {"x_block_scaling_dim": 2}, "two operands of one GEMM cannot both have 128x128 blocks"),
         ("Float8BlockScaling", {"fp8_gemm_fprop": FAST}, "fp8_gemm_fprop must use the split accumulator"),
         ("MXFP8BlockScaling", {"margin": 1}, "margin must be 0, got 1"),
+        ("MXFP8BlockScaling", {"enable_2d_quantization": True}, "not offered: .*Leave enable_2d_quantization=False"),
+        ("NVFP4BlockScaling", {"row_scaled_activation": True}, "row_scaled_activation=True is not offered: a tensor has one scale"),
+        ("NVFP4BlockScaling", {"nvfp4_4over6": "all"}, "nvfp4_4over6='all' is not offered: .*Leave nvfp4_4over6='none'"),
         ("NVFP4BlockScaling", {"fp4_format": Format.E4M3}, "fp4_format must be Format.E2M1"),
         ("NVFP4BlockScaling", {"fp8_format": Format.HYBRID}, "fp8_format must be Format.E4M3"),
     ],

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import FrozenInstanceError, dataclass
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple
 
@@ -136,6 +136,19 @@ class Recipe:
         """Whether elements are E2M1 with E4M3 block scales."""
         return issubclass(cls, NVFP4BlockScaling)
 
+    @classmethod
+    def custom(cls) -> bool:
+        """Whether TransformerEngine has it as a `CustomRecipe` alone."""
+        return issubclass(cls, HybridScaling)
+
+    def _refuse(self, why: str, *names: str) -> None:
+        """Fields of TransformerEngine that can only be left as they are."""
+        for name in names:
+            given, only = getattr(self, name), type(self).__dataclass_fields__[name].default  # type: ignore[attr-defined]
+            _check(
+                given == only, f"{type(self).__name__}: {name}={given!r} is not offered: {why}. Leave {name}={only!r}."
+            )
+
     def _check_common(self) -> None:
         name = type(self).__name__
         fmt = getattr(self, "fp8_format", Format.HYBRID)
@@ -203,15 +216,15 @@ class Float8CurrentScaling(Recipe):
 
     use_power_2_scales: bool = False
     fp8_format: Format = Format.HYBRID
-    fp8_quant_fwd_inp: QParams | None = None
-    fp8_quant_fwd_weight: QParams | None = None
-    fp8_quant_bwd_grad: QParams | None = None
     fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
     fp8_gemm_dgrad: MMParams = MMParams(use_split_accumulator=True)
     fp8_gemm_wgrad: MMParams = MMParams(use_split_accumulator=True)
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: str | None = None
+    fp8_quant_fwd_inp: QParams | None = None
+    fp8_quant_fwd_weight: QParams | None = None
+    fp8_quant_bwd_grad: QParams | None = None
 
     def __post_init__(self) -> None:
         self._check_common()
@@ -224,9 +237,6 @@ class Float8BlockScaling(Recipe):
 
     use_f32_scales: bool = False
     fp8_format: Format = Format.E4M3
-    fp8_quant_fwd_inp: QParams | None = None
-    fp8_quant_fwd_weight: QParams | None = None
-    fp8_quant_bwd_grad: QParams | None = None
     x_block_scaling_dim: int = 1
     w_block_scaling_dim: int = 2
     grad_block_scaling_dim: int = 1
@@ -236,6 +246,9 @@ class Float8BlockScaling(Recipe):
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: str | None = None
+    fp8_quant_fwd_inp: QParams | None = None
+    fp8_quant_fwd_weight: QParams | None = None
+    fp8_quant_bwd_grad: QParams | None = None
 
     def __post_init__(self) -> None:
         self._check_common()
@@ -263,9 +276,11 @@ class MXFP8BlockScaling(Recipe):
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: str | None = None
+    enable_2d_quantization: bool = False
 
     def __post_init__(self) -> None:
         self._check_common()
+        self._refuse("blocks of weights are 1x32, not 32x32", "enable_2d_quantization")
         _check(
             self.margin == 0,
             f"MXFP8BlockScaling: margin must be 0, got {self.margin!r}: its scales are exact powers of two.",
@@ -283,6 +298,10 @@ class NVFP4BlockScaling(Recipe):
     disable_rht: bool = False
     disable_stochastic_rounding: bool = False
     disable_2d_quantization: bool = False
+    row_scaled_activation: bool = False
+    nvfp4_4over6: str = "none"
+    nvfp4_4over6_e4m3_use_256: str = "all"
+    nvfp4_4over6_err_mode: str = "MAE"
     fp4_format: Format = Format.E2M1
     fp8_format: Format = Format.E4M3
     fp8_dpa: bool = False
@@ -291,6 +310,11 @@ class NVFP4BlockScaling(Recipe):
 
     def __post_init__(self) -> None:
         self._check_common()
+        self._refuse("a tensor has one scale above those of its blocks, not one a row", "row_scaled_activation")
+        self._refuse(
+            "the largest magnitude of a block becomes 6, not 4",
+            *("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256", "nvfp4_4over6_err_mode"),
+        )
         _check(
             self.fp4_format is Format.E2M1,
             f"NVFP4BlockScaling: fp4_format must be Format.E2M1, got {self.fp4_format!r}.",
@@ -356,3 +380,15 @@ def _fill_qparams(recipe: Recipe, default: QParams) -> None:
     for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
         if getattr(recipe, name) is None:
             object.__setattr__(recipe, name, default)
+
+
+def _refuse_assignment(recipe: Recipe, name: str, value: Any) -> None:
+    fields = list(type(recipe).__dataclass_fields__)  # type: ignore[attr-defined]
+    how = f"use dataclasses.replace(recipe, {name}=...)" if name in fields else f"its fields are: {', '.join(fields)}"
+    raise FrozenInstanceError(
+        f"{type(recipe).__name__}.{name} cannot be assigned to, recipes stay as they were made: {how}."
+    )
+
+
+for _recipe in Recipe.__subclasses__():  # what frozen dataclasses say themselves is no help
+    _recipe.__setattr__ = _refuse_assignment  # type: ignore[assignment,method-assign]

@@ -65,3 +65,21 @@ def test_an_importing_program_keeps_torchs_functions() -> None:
     before = torch.cuda.set_device
     with compat.installed():
         assert torch.cuda.set_device is before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_programs_that_want_a_newer_gpu_can_be_told_of_one(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import sys, torch\nprint(torch.cuda.get_device_capability(), sys.argv[1:])\n")
+    env = {"PYTHONPATH": str(Path(cuda.__file__).parents[2]), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin"}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", "ottava.compat", *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+
+    done = run("--capability", "10.0", "script.py", "--capability", "9.0")
+    assert (
+        done.stdout == "(10, 0) ['--capability', '9.0']\n"
+        and "get_device_capability answers for the CPU" in done.stderr
+    )
+    wrong = run("--capability", "script.py")
+    assert wrong.returncode == 2 and "--capability needs a number such as 9.0" in wrong.stderr

@@ -91,6 +91,11 @@ def test_what_they_do_not_offer_is_refused(te: Any) -> None:
         te.MXFP8Quantizer(e4m3, with_2d_quantization=True)(x)
     with pytest.raises(ValueError, match="row_scaled_nvfp4"):
         te.NVFP4Quantizer(row_scaled_nvfp4=True)(x)
+    with pytest.raises(ValueError, match="with_random_sign_mask=False"):
+        te.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True, with_random_sign_mask=False)(x)
+    assert torch.equal(
+        te.NVFP4Quantizer(with_random_sign_mask=False)(x), te.NVFP4Quantizer()(x)
+    )  # nothing is transformed
     with pytest.raises(ValueError, match="cannot write into e4m3:1x32"):
         te.Float8CurrentScalingQuantizer(e4m3, device="cpu").update_quantized(x, te.MXFP8Quantizer(e4m3)(x))
     assert te.IdentityQuantizer(dtype=torch.bfloat16)(x).dtype == torch.bfloat16
@@ -103,3 +108,33 @@ def test_element_types_have_both_names(te: Any) -> None:
     assert TE_DType[torch.float8_e4m3fn] is te.DType.kFloat8E4M3
     assert TE_DType_To_Torch[te.DType.kBFloat16] is torch.bfloat16
     assert get_fp8_torch_dtype(recipe.DelayedScaling(), fprop_tensor=False) is torch.float8_e5m2
+
+
+def test_copies_that_are_not_there_are_none(te: Any) -> None:
+    """Programs ask for a direction and go another way where there is none."""
+    x, quantizer = torch.randn(32, 64), te.MXFP8Quantizer(te.DType.kFloat8E4M3)
+    both = quantizer(x)
+    assert both.get_usages() == {"rowwise": True, "columnwise": True}
+    quantizer.set_usage(columnwise=False)
+    rows = quantizer(x)
+    assert rows._columnwise_storage is rows.columnwise_sub_storage is None and rows._rowwise_storage is not None
+    assert rows.get_usages() == {"rowwise": True, "columnwise": False}
+    before = both.dequantize()
+    both.update_usage(rowwise_usage=True)  # nothing to do
+    both.update_usage(rowwise_usage=False)
+    assert both._rowwise_storage is both._rowwise_data is None and both.columnwise_sub_storage is not None
+    assert (both.dequantize() - before).abs().max() < 0.2  # the values by columns
+    with pytest.raises(ValueError, match="the rowwise copy is not there; quantize the tensor again"):
+        both.update_usage(rowwise_usage=True)
+    with pytest.raises(ValueError, match="only copy left"):
+        both.update_usage(columnwise_usage=False)
+
+
+def test_what_a_hybrid_quantizer_makes_is_known(te: Any) -> None:
+    from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizedTensor
+
+    rows, columns = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3), te.MXFP8Quantizer(te.DType.kFloat8E4M3)
+    x = torch.randn(32, 64)
+    q = te.HybridQuantizer(rowwise_quantizer=rows, columnwise_quantizer=columns)(x)
+    assert isinstance(q, HybridQuantizedTensor) and not isinstance(columns(x), HybridQuantizedTensor)
+    assert q._rowwise_storage is not None and q._columnwise_storage is not None

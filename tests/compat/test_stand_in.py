@@ -70,6 +70,8 @@ def test_names_that_scripts_import_from_submodules(te: ModuleType) -> None:
         assert FP8GlobalStateManager.is_fp8_calibration() and not FP8GlobalStateManager.is_fp8_enabled()
     with te.quantized_model_init():
         assert FP8GlobalStateManager.with_fp8_parameters()
+    keys = [FP8GlobalStateManager.get_meta_tensor_key(forward=forward) for forward in (True, False)]
+    assert all(key in ottava.Linear(16, 16, device="cpu").fp8_meta for key in keys)
 
 
 def test_availability_has_transformer_engines_two_forms(te: ModuleType) -> None:
@@ -173,6 +175,32 @@ def test_onnx_export_says_what_to_use(te: ModuleType) -> None:
 def test_names_of_its_documentation_say_what_to_use(te: ModuleType, name: str, instead: str) -> None:
     with pytest.raises(AttributeError, match=instead):
         getattr(te, name)
+
+
+@pytest.mark.parametrize(
+    "name, instead",
+    [
+        ("tensor.utils", "FusedAdam.master_weights=True. and fully_shard"),
+        ("tensor.grouped_tensor", "a weight for each group"),
+        ("optimizers.multi_tensor_apply", "torch._foreach_"),
+    ],
+)
+def test_modules_that_others_import_say_what_to_use(te: ModuleType, name: str, instead: str) -> None:
+    with pytest.raises(ImportError, match=f"`transformer_engine.pytorch.{name}`. .*{instead}"):
+        importlib.import_module(f"transformer_engine.pytorch.{name}")
+
+
+def test_columns_of_delayed_scaling_have_their_names(te: ModuleType) -> None:
+    from transformer_engine.pytorch.constants import FP8BwdTensorIdx, FP8FwdTensorIdx
+
+    module, x = ottava.LayerNormMLP(16, 16, device="cpu"), torch.randn(16, 16)
+    with ottava.autocast(recipe=recipe.DelayedScaling(amax_history_len=2)):
+        y = module(x)
+    y.backward(torch.full_like(y, 3.0))
+    newest = {key: module.fp8_meta[key].amax_history[-1] for key in ("scaling_fwd", "scaling_bwd")}
+    assert newest["scaling_fwd"][FP8FwdTensorIdx.GEMM1_WEIGHT] == module.fc1_weight.abs().max()
+    assert newest["scaling_fwd"][FP8FwdTensorIdx.GEMM2_WEIGHT] == module.fc2_weight.abs().max()
+    assert newest["scaling_bwd"][FP8BwdTensorIdx.GRAD_OUTPUT2] == 3.0
 
 
 def test_its_compiled_part_has_the_names_that_programs_need_of_it(te: ModuleType) -> None:

@@ -24,7 +24,7 @@ PLAIN = {
     "silu": F.silu,
     "srelu": lambda x: torch.relu(x).square(),
 }
-GATED = {"geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "swiglu": "silu", "sreglu": "srelu"}
+GATED = {"geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "swiglu": "silu", "sreglu": "srelu", "glu": "sigmoid"}
 NAMES = [*PLAIN, *GATED]
 
 
@@ -32,7 +32,7 @@ def reference(h: Tensor, name: str) -> Tensor:
     if name in PLAIN:
         return PLAIN[name](h)
     gate, up = h.chunk(2, -1)
-    return PLAIN[GATED[name]](gate) * up
+    return (PLAIN | {"sigmoid": torch.sigmoid})[GATED[name]](gate) * up
 
 
 def width(name: str) -> int:

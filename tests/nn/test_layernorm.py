@@ -109,3 +109,18 @@ def test_bits_do_not_follow_the_strides_of_the_input(make: Any) -> None:
         y.square().sum().backward()
         seen.append([y, x.grad, *(p.grad.clone() for p in module.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_under_torch_autocast_the_output_has_its_dtype(kind: str) -> None:
+    """As that of TransformerEngine's norms, and of the modules here; the gradients keep the dtypes of what they belong to."""
+    module, x = KINDS[kind](32, device="cpu"), torch.randn(4, 32, requires_grad=True)
+    for residual in (None, torch.randn(4, 32)):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = module(x, residual)
+        assert y.dtype == torch.bfloat16
+        plain = None if residual is None else residual.bfloat16()
+        assert same(y, module(x.bfloat16(), plain))
+        y.sum().backward()
+    assert x.grad is not None and x.grad.dtype == torch.float32
+    assert {p.grad.dtype for p in module.parameters() if p.grad is not None} == {torch.float32}

@@ -212,6 +212,14 @@ def test_initialization_of_both_weights() -> None:
     assert module.fc1_weight.detach().eq(1).all() and module.fc2_weight.detach().eq(0).all()
 
 
+@pytest.mark.parametrize("parallel", [False, True])
+def test_parameters_are_in_the_order_of_transformer_engine(parallel: bool) -> None:
+    """Optimizers keep their state by position: a state of TransformerEngine's module is this one's."""
+    module = ottava.LayerNormMLP(32, 64, set_parallel_mode=parallel, device="cpu")
+    names = [name for name, _ in module.named_parameters()]
+    assert names == ["layer_norm_weight", "layer_norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias"]
+
+
 def test_unknown_arguments_are_named() -> None:
     with pytest.raises(ValueError, match=r"Unknown activation 'sweeglu'\. Did you mean 'swiglu'\?"):
         build(activation="sweeglu")

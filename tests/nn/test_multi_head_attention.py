@@ -169,6 +169,14 @@ def test_parameter_names() -> None:
     assert {"q_norm.weight", "k_norm.weight"} < names(qk_norm_type="RMSNorm")
 
 
+def test_parameters_are_in_the_order_of_transformer_engine() -> None:
+    """Optimizers keep their state by position: a state of TransformerEngine's module is this one's."""
+    module = make(qk_norm_type="RMSNorm", fuse_qkv_params=True, softmax_type="learnable", bias=False)
+    assert [name for name, _ in module.named_parameters()] == [
+        *("q_norm.weight", "k_norm.weight", "qkv.weight", "core_attention.softmax_offset", "proj.weight"),
+    ]
+
+
 def test_l2_normalization_rounds_once() -> None:
     x = torch.randn(3, 8).bfloat16()
     want = x.double() / (x.double().square().sum(-1, keepdim=True) + 1e-6).sqrt()

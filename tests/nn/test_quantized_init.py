@@ -276,3 +276,17 @@ def test_parts_whose_border_cuts_a_block_have_entries_on_the_meta_device() -> No
     before = {key: tuple(value.shape) for key, value in module.state_dict().items()}
     module.reset_parameters()
     assert before == {key: tuple(value.shape) for key, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    "move", [lambda m: m.to("cpu"), lambda m: m.float(), lambda m: m.bfloat16(), lambda m: m.share_memory()]
+)
+def test_what_a_program_attaches_to_a_weight_survives_moving_the_module(move: Callable) -> None:
+    """As it does on plain parameters: torch exchanges tensors of other classes together with their attributes."""
+    module = stored("block", "LayerNormMLP", preserve=True, params_dtype=torch.float32)
+    for p in module.parameters():
+        p.main_grad, p.mark = torch.zeros(p.shape), "attached"  # type: ignore[attr-defined]
+    first = module.fc2_weight.get_high_precision_init_val()
+    module = move(module)
+    assert all(p.mark == "attached" and p.main_grad.shape == p.shape for p in module.parameters())
+    assert torch.equal(module.fc2_weight.get_high_precision_init_val(), first)

@@ -22,6 +22,7 @@ import torch
 
 _LOG = logging.getLogger(__name__)
 _SETTLE_SECONDS, _SETTLED_READINGS = 0.5, 3
+_CAPABILITY = (0, 0)
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -117,6 +118,12 @@ def _settled(count: Callable[[], int]) -> None:
         before = now
 
 
+def set_capability(major: int, minor: int) -> None:
+    """What `torch.cuda.get_device_capability` is to answer without a GPU, for programs that refuse to run below some number."""
+    global _CAPABILITY
+    _CAPABILITY = (major, minor)
+
+
 def answers() -> dict[str, Any]:
     """What takes the place of which name of `torch.cuda`."""
     found: dict[str, Any] = {
@@ -124,7 +131,7 @@ def answers() -> dict[str, Any]:
         "synchronize": lambda device=None: None,
         # Scripts give it as `device=`, where a number would be an accelerator's.
         "current_device": lambda: torch.device("cpu"),
-        "get_device_capability": lambda device=None: (0, 0),
+        "get_device_capability": lambda device=None: _CAPABILITY,
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda new_state, device=None: torch.set_rng_state(new_state),
         "Event": CpuEvent,

@@ -22,7 +22,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "transformer_engine.pytorch.attention.dot_product_attention": _ATTENTION,
     "transformer_engine.pytorch.attention.multi_head_attention": _ATTENTION,
     "transformer_engine.pytorch.attention.rope": _ATTENTION,
-    "transformer_engine.pytorch.constants": (_QUANTIZERS,),
+    "transformer_engine.pytorch.constants": (_QUANTIZERS, "ottava.compat.constants"),
     "transformer_engine.pytorch.cpp_extensions": ("ottava.compat.cpp_extensions",),
     "transformer_engine.pytorch.cross_entropy": (_FUNCTIONS,),
     "transformer_engine.pytorch.custom_recipes": (),
@@ -73,6 +73,9 @@ _COMPILED = "It is compiled code, and Ottava has none."
 _EXPORT = "Export with torch.export."
 _NO_CACHE = "Ottava trains, and has no key-value cache: pass whole sequences."
 _OFFLOAD = "Use torch.autograd.graph.save_on_cpu."
+_FOREACH = "Use torch._foreach_* functions, or ottava.optimizers.FusedAdam, which does it all."
+_GROUPS = "GroupedLinear has a weight for each group (weight0, weight1, ...)."
+_MASTERS = "FusedAdam(master_weights=True) and fully_shard keep masters and write weights that are stored in FP8."
 _OPS = "Use the modules (Linear, LayerNormLinear, LayerNormMLP, GroupedLinear): they fuse what can be fused."
 _PICKLES = "State dicts of Ottava have plain tensors, and nothing is pickled."
 _STATES = (
@@ -82,13 +85,21 @@ _STATES = (
 # Modules that stand in another one too: TransformerEngine's documentation writes `te.common.recipe.Format`.
 ALIASES = {"transformer_engine.pytorch.common": "transformer_engine.common"}
 
-# What to do instead, by the last part of the name, or by the module that would have it.
+# What to do instead, by the whole name, by its last part, or by the module that would have it.
 INSTEAD = {
+    "CustomRecipeState": _STATES,
     "CusolverMpCtx": "Ottava has no Muon optimizer, and no Newton-Schulz iteration.",
+    "DelayedScalingRecipeState": _STATES,
+    "Float8BlockScalingRecipeState": _STATES,
+    "Float8CurrentScalingRecipeState": _STATES,
     "FusedMLAQUpProjRopeQuant": "Use LayerNormLinear and apply_rotary_pos_emb.",
     "FusedSGD": "Use torch.optim.SGD on float32 masters.",
+    "GroupedTensor": _GROUPS,
     "InferenceParams": _NO_CACHE,
+    "MXFP8BlockScalingRecipeState": _STATES,
     "ManualOffloadSynchronizer": _OFFLOAD,
+    "MultiTensorApply": _FOREACH,
+    "NVFP4BlockScalingRecipeState": _STATES,
     "RecipeState": _STATES,
     "_extra_state": _PICKLES,
     "common": "It is `transformer_engine.common`.",
@@ -99,12 +110,16 @@ INSTEAD = {
     "distributed_weight": "Shard weights with torch's fully_shard, or with ottava.distributed.parallelize.",
     "ep": "Ottava has no expert parallelism: GroupedLinear runs the experts of one rank.",
     "export": _EXPORT,
+    "general_gemm": _COMPILED,
+    "general_grouped_gemm": _COMPILED,
     "get_cpu_offload_context": _OFFLOAD,
+    "grouped_tensor": _GROUPS,
     "inference": _NO_CACHE,
     "jax": "Ottava is for PyTorch.",
     "load_framework_extension": _COMPILED,
     "mark_not_offload": _OFFLOAD,
-    "multi_tensor_apply": "Use torch._foreach_* functions, or ottava.optimizers.FusedAdam, which does it all.",
+    "multi_tensor_applier": _FOREACH,
+    "multi_tensor_apply": _FOREACH,
     "newton_schulz": "Ottava has no Muon optimizer, and no Newton-Schulz iteration.",
     "numerics_debug": "`ottava train` counts and names bad numbers (docs/bad-numbers.md).",
     "onnx_export": _EXPORT,
@@ -116,6 +131,7 @@ INSTEAD = {
     "router": "Route with torch.softmax and torch.topk.",
     "te_onnx_extensions": _EXPORT,
     "torch_version": "It is `transformer_engine.pytorch.utils.torch_version`.",
+    "transformer_engine.pytorch.tensor.utils": _MASTERS,
     "transformer_engine_extensions": _COMPILED,
     "transformer_engine_jax": "Ottava is for PyTorch.",
     "transformer_engine_torch": _COMPILED,

@@ -320,10 +320,10 @@ class NVFP4Quantizer(Quantizer):
                 "NVFP4Quantizer offers neither row_scaled_nvfp4 nor nvfp4_use_4over6: a tensor has one scale above those of its blocks, "
                 "and blocks reach 6. Leave them out."
             )
-        if self.with_post_rht_amax != self.with_rht or not self.with_random_sign_mask:
+        if self.with_post_rht_amax != self.with_rht or (self.with_rht and not self.with_random_sign_mask):
             raise ValueError(
                 f"NVFP4Quantizer(with_rht={self.with_rht}, with_post_rht_amax={self.with_post_rht_amax}, with_random_sign_mask="
-                f"{self.with_random_sign_mask}): the first two must be equal and the last True."
+                f"{self.with_random_sign_mask}): the first two must be equal, and the last True where they are."
             )
         block = (16, 16) if self.with_2d_quantization else (1, 16)
         return Scheme("e2m1", block, hadamard=self.with_rht, stochastic=self.stochastic_rounding)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import runpy
 import sys
 from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 
-from ottava.compat.cuda import answer_for_cpu
+from ottava.compat.cuda import answer_for_cpu, set_capability
 from ottava.compat.environment import tell_of_variables
 from ottava.compat.process_groups import make_groups_of_gloo
 from ottava.compat.seeds import follow_seeds
@@ -18,18 +19,28 @@ from ottava.compat.stand_in import install
 
 USAGE = """usage: python -m ottava.compat SCRIPT [ARGS...]
        python -m ottava.compat -m MODULE [ARGS...]
+       python -m ottava.compat --capability MAJOR.MINOR SCRIPT [ARGS...]
 """
 HELP = f"""{USAGE}
 Runs a program that was written for transformer_engine with Ottava in its place:
 transformer_engine, transformer_engine.pytorch, transformer_engine.common.recipe
 and their submodules are Ottava's. Arguments, exit code and traceback are the
 program's own. On several ranks: torchrun --nproc-per-node 8 -m ottava.compat SCRIPT.
+
+--capability: without a GPU, what torch.cuda.get_device_capability() answers, for
+programs that ask for a GPU of at least 9.0 or 10.0 (0.0 unless it is given).
 """
 WRONG_USAGE = 2
 
 
 def main(arguments: list[str]) -> int:
     """The command line; returns the exit code."""
+    if arguments[:1] == ["--capability"]:
+        given = re.fullmatch(r"(\d+)\.(\d+)", "".join(arguments[1:2]))
+        if given is None:
+            return _refuse("--capability needs a number such as 9.0")
+        set_capability(int(given[1]), int(given[2]))
+        arguments = arguments[2:]
     if not arguments:
         return _refuse("a script is missing")
     first, rest = arguments[0], arguments[1:]

@@ -23,7 +23,7 @@ def missing(full_name: str, known: Sequence[str]) -> str:
     """What to say about a name that Ottava does not have; known: the names of the same module that it has."""
     parent, _, name = full_name.rpartition(".")
     text = f"Ottava does not have `{full_name}`."
-    instead = INSTEAD.get(name, INSTEAD.get(parent))
+    instead = INSTEAD.get(full_name, INSTEAD.get(name, INSTEAD.get(parent)))
     if instead is not None:
         return f"{text} {instead}"
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)

@@ -170,6 +170,11 @@ class FP8GlobalStateManager:
         return CURRENT.recipe if CURRENT.recipe is not None else default_recipe()
 
     @staticmethod
+    def get_meta_tensor_key(forward: bool = True) -> str:
+        """Where a module's `fp8_meta` has the delayed scaling of a direction."""
+        return "scaling_fwd" if forward else "scaling_bwd"
+
+    @staticmethod
     def get_fp8_group() -> Any:
         """The ranks that share delayed-scaling statistics, if `autocast` was given any."""
         return CURRENT.group

@@ -7,6 +7,7 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor
 
+from ottava.compat.quantizers import HybridQuantizer
 from ottava.compat.storages import DirectionStorage, IdentityTensorStorage
 from ottava.quant.tensor import QuantizedTensor
 from ottava.quant.weight import Weight
@@ -65,18 +66,19 @@ class NVFP4Tensor(metaclass=_OfKind):
     """Blocks of 16: `NVFP4BlockScaling`."""
 
 
-def _is_hybrid(tensor: Any) -> bool:
+def _is_hybrid_weight(tensor: Any) -> bool:
     stored = isinstance(tensor, Weight) and tensor.stored_quantized
     return stored and HYBRID_RECIPES.get(id(tensor.memory.recipe)) is tensor.memory.recipe is not None
 
 
 class _OfHybridRecipe(_OfKind):
     def __instancecheck__(cls, instance: Any) -> bool:
-        return _is_hybrid(instance)
+        made = isinstance(instance, QuantizedTensor) and getattr(instance, "_quantizer", None)
+        return isinstance(made, HybridQuantizer) or _is_hybrid_weight(instance)
 
 
 class HybridQuantizedTensor(metaclass=_OfHybridRecipe):
-    """A weight that was asked for by a `HybridQuantizer`. (All weights of Ottava have both directions.)"""
+    """A weight that was asked for by a `HybridQuantizer` (all weights of Ottava have both directions), or what one has quantized."""
 
 
 class _OfHighPrecision(_OfKind):
@@ -109,10 +111,14 @@ _ATTRIBUTES: dict[str, Any] = {
     "_rowwise_scale_inv": property(lambda q: q.rowwise_scale_inv),
     "_columnwise_data": property(lambda q: q.columnwise_data),
     "_columnwise_scale_inv": property(lambda q: q.columnwise_scale_inv),
-    "_rowwise_storage": property(lambda q: DirectionStorage(q, ROWWISE)),
+    "_rowwise_storage": property(lambda q: _rowwise_storage(q)),
     "_columnwise_storage": property(lambda q: _columnwise_storage(q)),
-    "rowwise_sub_storage": property(lambda q: DirectionStorage(q, ROWWISE)),
+    "rowwise_sub_storage": property(lambda q: _rowwise_storage(q)),
     "columnwise_sub_storage": property(lambda q: _columnwise_storage(q)),
+    "get_usages": lambda q: _usages(q),
+    "update_usage": lambda q, rowwise_usage=None, columnwise_usage=None: _update_usage(
+        q, rowwise_usage, columnwise_usage
+    ),
     "quantize_": lambda q, tensor, *, noop_flag=None: _quantize_into(q, tensor, noop_flag),
 }
 
@@ -128,9 +134,35 @@ def _quantize_into(target: QuantizedTensor, tensor: Tensor, noop_flag: Tensor | 
     return target if noop_flag is not None and noop_flag.item() else target.requantize_(tensor)
 
 
+def _usages(q: QuantizedTensor) -> dict[str, bool]:
+    """Which copies there are; a parameter has, or can make, both."""
+    if isinstance(q, Weight):
+        return {ROWWISE: True, COLUMNWISE: True}
+    return {ROWWISE: q.rowwise_data is not None, COLUMNWISE: q.columnwise_data is not None}
+
+
+def _update_usage(q: QuantizedTensor, rowwise: bool | None, columnwise: bool | None) -> None:
+    """Frees the copies that are not wanted (False); None leaves one as it is. One that is gone cannot be made again."""
+    wanted, there = {ROWWISE: rowwise, COLUMNWISE: columnwise}, _usages(q)
+    gone = [direction for direction, want in wanted.items() if want and not there[direction]]
+    if gone:
+        raise ValueError(
+            f"update_usage({gone[0]}_usage=True): the {gone[0]} copy is not there; quantize the tensor again."
+        )
+    for direction, drop in ((ROWWISE, QuantizedTensor.drop_rowwise), (COLUMNWISE, QuantizedTensor.drop_columnwise)):
+        if wanted[direction] is False and there[direction]:
+            drop(q)
+
+
+def _rowwise_storage(tensor: QuantizedTensor) -> Any:
+    return DirectionStorage(tensor, ROWWISE) if _usages(tensor)[ROWWISE] else None
+
+
 def _columnwise_storage(tensor: QuantizedTensor) -> Any:
-    """What backward multiplies by: columnwise bytes, or the values where backward is not quantized."""
-    if _is_hybrid(tensor) and tensor.memory.recipe.backward_override is not None:  # type: ignore[attr-defined]
+    """What backward multiplies by: columnwise bytes, or the values where backward is not quantized; None where the copy is not there."""
+    if not _usages(tensor)[COLUMNWISE]:
+        return None
+    if _is_hybrid_weight(tensor) and tensor.memory.recipe.backward_override is not None:  # type: ignore[attr-defined]
         return IdentityTensorStorage(tensor.dequantize())
     return DirectionStorage(tensor, COLUMNWISE)
 

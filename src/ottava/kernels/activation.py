@@ -39,6 +39,11 @@ def _silu(x: Tensor) -> Tensor:
     return x * sigmoid(x)
 
 
+def _dsigmoid(x: Tensor) -> Tensor:
+    s = sigmoid(x)
+    return s * (1.0 - s)
+
+
 def _dsilu(x: Tensor) -> Tensor:
     s = sigmoid(x)
     return (x * (s * (1.0 - s))) + s
@@ -87,10 +92,11 @@ _BASES = {
     "silu": (_silu, _dsilu),
     "srelu": (_srelu, _dsrelu),
 }
-_GATED = {"geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "swiglu": "silu", "sreglu": "srelu"}
+_GATES = _BASES | {"sigmoid": (sigmoid, _dsigmoid)}
+_GATED = {"geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "swiglu": "silu", "sreglu": "srelu", "glu": "sigmoid"}
 
 ACTIVATIONS = {name: Activation(name, False, *functions) for name, functions in _BASES.items()}
-ACTIVATIONS |= {name: Activation(base, True, *_BASES[base]) for name, base in _GATED.items()}
+ACTIVATIONS |= {name: Activation(base, True, *_GATES[base]) for name, base in _GATED.items()}
 
 
 def get(name: str) -> Activation:

@@ -63,6 +63,8 @@ def activate(x, ACT: tl.constexpr):
         y = x * (0.5 + 0.5 * _tanh(x * (0.79788456 + 0.03567741 * (x * x))))
     elif ACT == "silu":
         y = x * _sigmoid(x)
+    elif ACT == "sigmoid":
+        y = _sigmoid(x)
     elif ACT == "qgelu":
         y = x * _sigmoid(1.702 * x)
     elif ACT == "relu":
@@ -82,6 +84,9 @@ def derivative(x, ACT: tl.constexpr):
     elif ACT == "silu":
         s = _sigmoid(x)
         y = (x * (s * (1.0 - s))) + s
+    elif ACT == "sigmoid":
+        s = _sigmoid(x)
+        y = s * (1.0 - s)
     elif ACT == "qgelu":
         s = _sigmoid(1.702 * x)
         y = ((1.702 * x) * (s * (1.0 - s))) + s

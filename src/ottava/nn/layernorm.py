@@ -119,6 +119,8 @@ class _Norm(nn.Module):
             )
         check_local(inp, f"The input of {type(self).__name__}")
         check_float(inp, f"The input of {type(self).__name__}")
+        if torch.is_autocast_enabled(inp.device.type):
+            inp, residual = _autocasted(inp), None if residual is None else _autocasted(residual)
         rows, added = inp.reshape(-1, self.features), None
         if rows.stride(-1) != 1:
             rows = rows.contiguous()  # on a CPU the order of sums would follow strides
@@ -136,6 +138,11 @@ class _Norm(nn.Module):
     def extra_repr(self) -> str:
         """Shown when a model is printed."""
         return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
+
+
+def _autocasted(tensor: Tensor) -> Tensor:
+    """In the dtype of `torch.autocast`, as TransformerEngine's norms have it (torch's own compute in float32 there)."""
+    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
 
 class LayerNorm(_Norm):

@@ -103,10 +103,12 @@ class LayerNormMLP(QuantizedModule):
         fc1, fc2 = (Layout(0), Layout(1)) if set_parallel_mode else (REPLICATED, REPLICATED)
         fc1_width = sum(self._fc1_rows().values()) if _gated(activation) else ffn_hidden_size
         split = self._fc1_rows() if set_parallel_mode and _gated(activation) else {}
+        # In TransformerEngine's order: optimizers keep their state by position.
         self._add_fc1("weight", (fc1_width, hidden_size), split, fc1)
-        self.add_parameter("fc2_weight", (hidden_size, ffn_hidden_size), layout=fc2)
         if bias:
             self._add_fc1("bias", (fc1_width,), split, fc1)
+        self.add_parameter("fc2_weight", (hidden_size, ffn_hidden_size), layout=fc2)
+        if bias:
             self.add_parameter("fc2_bias", (hidden_size,))
         else:
             self.fc1_bias = self.fc2_bias = None

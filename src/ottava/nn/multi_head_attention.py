@@ -142,11 +142,12 @@ class MultiheadAttention(torch.nn.Module):
             "parallel_mode": "column" if set_parallel_mode else None,
         }
         norm = {**pick(given, _NORM), "eps": layernorm_epsilon, "ub_name": "qkv"}
+        # Parts in TransformerEngine's order: optimizers keep their state by position.
+        self.q_norm, self.k_norm = qk_norms(qk_norm_type, channels, qk_norm_eps, params_dtype, device)
         if attention_type == "self":
             self._make_qkv(into, norm)
         else:
             self._make_query_and_key_value(into, norm)
-        self.q_norm, self.k_norm = qk_norms(qk_norm_type, channels, qk_norm_eps, params_dtype, device)
         self.core_attention = DotProductAttention(
             kv_channels=channels,
             num_gqa_groups=groups,

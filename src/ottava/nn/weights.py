@@ -245,7 +245,12 @@ class WeightModule(nn.Module):
                 link_parts(parts)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        # torch exchanges weights like these as whole objects, with what a program has attached to them (`main_grad`, marks of its own).
+        attached = {name: dict(vars(p)) for name, p in self._parameters.items() if p is not None}
         result = super()._apply(fn, recurse)
+        for name, attributes in attached.items():
+            for key in attributes.keys() - vars(self._parameters[name]).keys():
+                setattr(self._parameters[name], key, attributes[key])
         self.link_weights()
         return result
 
