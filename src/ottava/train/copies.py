@@ -109,8 +109,7 @@ class Copies:
             return None
         step = self._agree(world)
         if step is None:
-            self.own, self.neighbours = [], []
-            self._next = 1.0
+            self.forget()
             return None
         mine = next((copy for copy in self.own if copy.step == step), None)
         mine = self._give_back(step, mine, world)
@@ -119,6 +118,11 @@ class Copies:
         self.neighbours = [copy for copy in self.neighbours if copy.step == step]
         self.size, self._next = world.size, step + 1.0  # a new rank has no copy of its neighbour yet
         return step
+
+    def forget(self) -> None:
+        """There are none any more: the run went back, and what was copied since is not to be trusted. Every rank calls it."""
+        self._free = [copy.content for copy in (*self.own, *self.neighbours)]
+        self.own, self.neighbours, self._next = [], [], 1.0
 
     # ---------------------------------------------------------------------------------------------------------- memory
 

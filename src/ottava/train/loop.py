@@ -489,6 +489,7 @@ class Loop:
             self.graphs.forget()
         if loaded is not None:
             self.done = self._back_at = loaded.step
+            self.copies.forget()
         self.batches = self._prefetch()
         self.recorder.rewind(self.done, f"rolled back from step {failed}: {why}")
         text = (
