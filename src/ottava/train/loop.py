@@ -149,6 +149,7 @@ class Loop:
         self.watchdog.beat(0, "load")
         self._lost = 0  # steps that the run had come to, of which nothing is left
         self.done = self._continue() if world.generation else self._resume()
+        world.on_rank0(lambda: run_folder.describe(config, self.data.identity))
         self.clock, self.health = Clock(world.device), Health(config.health)
         self.fp8 = Fp8Health(config, self.model, world)
         self.guard = NumberGuard(config, self.model, self.optimizer, world)
