@@ -196,6 +196,24 @@ def test_a_holder_that_was_thought_dead_ends_itself(tmp_path, capfd):
     assert read(tmp_path / FILE).host == "node-9"
 
 
+def test_a_lock_that_is_removed_under_a_run_is_made_again(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(lock, "RENEW_S", 0.02)
+    held = RunLock(tmp_path).take()
+    try:
+        mine = read(tmp_path / FILE)
+        (tmp_path / FILE).unlink()
+        deadline = time.monotonic() + 20
+        while (found := read(tmp_path / FILE)) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert found is not None and mine is not None and found.token == mine.token
+        assert "was removed, but process" in caplog.text
+        with pytest.raises(ValueError, match="is in use by process"):
+            RunLock(tmp_path).take()
+    finally:
+        held.release()
+    assert not (tmp_path / FILE).exists()
+
+
 def test_tools_leave_the_checkpoints_of_a_running_job_alone(tmp_path, capsys):
     import torch
 

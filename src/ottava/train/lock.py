@@ -196,8 +196,18 @@ class RunLock:
                 return
             try:
                 self._beat(mine)
+            except FileNotFoundError:
+                self._put_back(mine)
             except Exception as error:  # whatever it is: a lock that is not renewed is taken over
                 warn_once(f"{self.path} cannot be renewed: {error}.")
+
+    def _put_back(self, mine: Holder) -> None:
+        """Somebody has removed the file of a run that goes on. If another process is quicker, the next beat finds its file."""
+        warn_once(f"{self.path} was removed, but process {mine.pid} writes there: it is made again.")
+        try:
+            self._create(mine, None)
+        except OSError as error:
+            warn_once(f"{self.path} cannot be renewed: {error}.")
 
     def _beat(self, mine: Holder) -> None:
         """Opened and closed each time: that is when network file systems show it to others."""
