@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -212,6 +214,23 @@ def test_a_lock_that_is_removed_under_a_run_is_made_again(tmp_path, monkeypatch,
     finally:
         held.release()
     assert not (tmp_path / FILE).exists()
+
+
+def test_an_exception_in_its_thread_does_not_end_the_beats(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "RENEW_S", 0.02)
+    held = RunLock(tmp_path).take()
+    try:
+        *_, thread = (t for t in threading.enumerate() if t.name == "ottava lock" and t.is_alive())
+        beat = ctypes.c_ulong(thread.ident or 0)
+        for _ in range(5):  # wherever it is
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(beat, ctypes.py_object(MemoryError))
+            time.sleep(0.05)
+        before, deadline = read(tmp_path / FILE), time.monotonic() + 20
+        while (now := read(tmp_path / FILE)) == before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert now is not None and before is not None and now.beat > before.beat and now.token == before.token
+    finally:
+        held.release()
 
 
 def test_tools_leave_the_checkpoints_of_a_running_job_alone(tmp_path, capsys):
