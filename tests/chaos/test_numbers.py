@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +14,9 @@ from torch import nn
 
 import ottava
 from ottava import recipe
+from ottava.chaos import strike
 from ottava.chaos.numbers import at_gradient, at_output, flip_bit, memory_of, module_named, poison
+from ottava.chaos.plan import Fault
 from ottava.chaos.strike import _flip_high_bit
 
 
@@ -66,3 +71,27 @@ def test_hooks_change_what_passes_a_module_by_its_name():
     assert model[0].weight.grad.isnan().any() and model(x).isfinite().all()
     with pytest.raises(ValueError, match=r"no module '2'; there are \['0', '1'\]"):
         module_named(model, "2")
+
+
+@pytest.mark.parametrize("kind", ["nan", "bit-flip"])
+def test_a_fault_of_a_pass_stays_until_the_pass_comes_and_acts_once(kind, monkeypatch):
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+    monkeypatch.setattr(strike, "_loop", lambda: SimpleNamespace(model=SimpleNamespace(module=model)))
+    told: list[int] = []
+    x = torch.randn(2, 3)
+
+    def gradients() -> tuple[torch.Tensor, torch.Tensor]:
+        model.zero_grad()
+        y = model.layers[1](model.layers[0](x))
+        y.sum().backward()
+        return y.detach().clone(), model.layers[0].weight.grad.clone()
+
+    before = gradients()
+    strike.strike(Fault(0, kind, "forward", 1, 0, seed=3), Path(), 0, lambda: told.append(1))
+    gc.collect()
+    assert told == []  # not yet
+    struck = gradients()
+    assert told == [1] and not all(torch.equal(a, b) for a, b in zip(before, struck))
+    assert struck[1].isnan().any() or kind != "nan"
+    assert told == [1] and all(torch.equal(a, b) for a, b in zip(before, gradients()))

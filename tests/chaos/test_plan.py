@@ -50,7 +50,7 @@ def test_what_cannot_be_drawn_is_said():
 
 def test_a_fault_strikes_once_in_its_rank_and_after_the_one_before(tmp_path, monkeypatch):
     seen: list[tuple[int, str]] = []
-    monkeypatch.setattr(arm, "strike", lambda fault, run, launcher: seen.append((fault.number, fault.kind)))
+    monkeypatch.setattr(arm, "strike", lambda fault, *_: seen.append((fault.number, fault.kind)))
     faults = [Fault(0, "sigkill", "save", 1, 4), Fault(1, "slow", "data", 0, 2), Fault(2, "abort", "data", LAUNCHER, 2)]
     write(faults, tmp_path / arm.PLAN)
     assert read(tmp_path / arm.PLAN) == faults
@@ -65,6 +65,22 @@ def test_a_fault_strikes_once_in_its_rank_and_after_the_one_before(tmp_path, mon
     again = Armed(tmp_path, tmp_path, 1)  # the rank that takes its place
     again(4, "checkpoint")
     assert len(seen) == 3
+
+
+def test_a_fault_of_numbers_that_changed_none_has_not_struck(tmp_path, monkeypatch):
+    from ottava.chaos.campaign import Campaign, Outcome, Run
+
+    monkeypatch.setattr(strike, "flip", lambda fault, changed: changed() if fault.number else None)
+    faults = [Fault(i, "bit-flip", "forward", 0, step) for i, step in enumerate((2, 3))]
+    write(faults, tmp_path / arm.PLAN)
+    armed = Armed(tmp_path, tmp_path, 0)
+    for step in (2, 3):
+        armed(step, "forward")
+    run = object.__new__(Run)
+    run.marks, run.outcomes = tmp_path, [Outcome(fault, struck=True) for fault in faults]
+    run.campaign = object.__new__(Campaign)
+    run._judge(code=1)
+    assert all(struck(tmp_path, i).exists() for i in (0, 1)) and [one.struck for one in run.outcomes] == [False, True]
 
 
 def test_signals_go_to_the_rank_or_to_the_launcher(tmp_path, monkeypatch):

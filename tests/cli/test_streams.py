@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+import textwrap
 
 import pytest
 
@@ -61,3 +63,27 @@ def test_absurd_numbers_are_refused_by_their_option(words, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["checkpoint", *words])
     assert stopped.value.code == 2 and f"argument {words[3]}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("when, code", [("before", 130), ("after", 143)])
+def test_ctrl_c_before_a_run_has_no_traceback_and_after_it_changes_no_exit_code(when, code):
+    script = textwrap.dedent(
+        f"""
+        import atexit, os, signal, sys
+        from ottava.cli import train
+        from ottava.cli.main import main
+
+        def run(words):
+            if words == ["before"]:
+                signal.raise_signal(signal.SIGINT)
+            return 143
+
+        train.run, sys.argv = run, ["ottava", "train", {when!r}]
+        code = main()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # as Python does it on its way out
+        atexit.register(os.kill, os.getpid(), signal.SIGINT)
+        sys.exit(code)
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert done.returncode == code and done.stderr == "", done

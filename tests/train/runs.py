@@ -29,6 +29,7 @@ from ottava.train.config import (
     ScheduleSection,
     TrainSection,
 )
+from ottava.train.copies import Copy
 from ottava.train.launch import run_rank
 from ottava.train.tokenize import tokenize
 from ottava.train.world import Place
@@ -133,6 +134,10 @@ def fault(running: loop.Loop, kind: str) -> None:
         with torch.no_grad():
             values = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             values.view(-1)[0] = float(kind)
+    elif kind == "copied":
+        running.copies.own.append(Copy(running.done, b"{}", torch.zeros(0, dtype=torch.uint8)))
+    elif kind == "no copies":
+        assert not running.copies.own and running.copies.due(running.done), running.copies.own
     elif kind == "blind":
         _blind()
     elif kind == "signal":

@@ -90,6 +90,9 @@ def case() -> list[str]:
     copies.make(5, world, model, optimizer, step_seconds=1.0)
     if [copy.step for copy in copies.own] != [4, 5]:
         problems.append(f"steps {[copy.step for copy in copies.own]}")
+    copies.forget()
+    if not copies.due(1) or copies.restore(world, model, optimizer) is not None:
+        problems.append("copies that were forgotten came back")
     if Copies(share=0.01).restore(world, model, optimizer) is not None:
         problems.append("something out of nothing")
     return problems

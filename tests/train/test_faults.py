@@ -15,7 +15,7 @@ from distributed.ranks import Ranks
 from ottava.checkpoint import CheckpointError, Checkpoints
 from ottava.train import exits
 from ottava.train.config import Config
-from ottava.train.run_folder import check_same, prepare
+from ottava.train.run_folder import check_same, describe, prepare
 from ottava.train.tokenize import tokenize
 from ottava.train.trust import non_finite
 from train.runs import lines, tiny, token_file
@@ -173,12 +173,24 @@ def test_a_restart_in_place_prepares_the_folder_that_nobody_prepared(whole):
         prepare(none)
     prepare(none, again=True)  # the checkpoints are its own
     path = whole.run_folder / "config.toml"
+    describe(none)
     before = path.stat().st_mtime_ns
-    prepare(none, again=True)
+    describe(none)
     assert path.stat().st_mtime_ns == before  # nothing to write on a disk that may be full
     path.unlink()
-    prepare(whole, again=True)
+    describe(whole)
     assert "seed = 1234" in path.read_text()
+
+
+def test_a_start_that_is_refused_by_its_checkpoint_leaves_the_configuration_as_it_was(two, folder):
+    fused = {"optimizer": {"name": "fused_adam"}, "train": {"steps": 4}}
+    config = small(folder, "refused", **fused)
+    assert two.run(config) == exits.DONE, two.said
+    before = [(config.run_folder / name).read_bytes() for name in ("config.toml", "data.json")]
+    other = replace(config, optimizer=replace(config.optimizer, moments="bfloat16"))
+    assert two.run(other) == exits.WRONG_USAGE
+    assert "of another type: optimizer.state.embedding.weight.exp_avg" in two.said
+    assert [(config.run_folder / name).read_bytes() for name in ("config.toml", "data.json")] == before
 
 
 def test_without_any_configuration_it_is_refused_in_plain_words(two, whole, folder):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -194,6 +196,41 @@ def test_a_holder_that_was_thought_dead_ends_itself(tmp_path, capfd):
     process.join(15)
     assert process.exitcode == exits.FAILED and "was taken over by process" in capfd.readouterr().err
     assert read(tmp_path / FILE).host == "node-9"
+
+
+def test_a_lock_that_is_removed_under_a_run_is_made_again(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(lock, "RENEW_S", 0.02)
+    held = RunLock(tmp_path).take()
+    try:
+        mine = read(tmp_path / FILE)
+        (tmp_path / FILE).unlink()
+        deadline = time.monotonic() + 20
+        while (found := read(tmp_path / FILE)) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert found is not None and mine is not None and found.token == mine.token
+        assert "was removed, but process" in caplog.text
+        with pytest.raises(ValueError, match="is in use by process"):
+            RunLock(tmp_path).take()
+    finally:
+        held.release()
+    assert not (tmp_path / FILE).exists()
+
+
+def test_an_exception_in_its_thread_does_not_end_the_beats(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "RENEW_S", 0.02)
+    held = RunLock(tmp_path).take()
+    try:
+        *_, thread = (t for t in threading.enumerate() if t.name == "ottava lock" and t.is_alive())
+        beat = ctypes.c_ulong(thread.ident or 0)
+        for _ in range(5):  # wherever it is
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(beat, ctypes.py_object(MemoryError))
+            time.sleep(0.05)
+        before, deadline = read(tmp_path / FILE), time.monotonic() + 20
+        while (now := read(tmp_path / FILE)) == before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert now is not None and before is not None and now.beat > before.beat and now.token == before.token
+    finally:
+        held.release()
 
 
 def test_tools_leave_the_checkpoints_of_a_running_job_alone(tmp_path, capsys):

@@ -97,7 +97,7 @@ def test_lines_that_a_full_disk_does_not_take_count_all_the_same(tmp_path):
         """Takes 10 bytes more."""
 
         def __init__(self, file) -> None:
-            self.file, self.left, self.close = file, 10, file.close
+            self.file, self.left, self.close, self.fileno = file, 10, file.close, file.fileno
 
         def write(self, data: bytes) -> int:
             if not self.left:
@@ -149,7 +149,7 @@ def test_lines_that_cannot_be_written_are_kept_and_written_later(tmp_path, caplo
         """A disk that takes 10 bytes of a line, and no more."""
 
         def __init__(self) -> None:
-            self.left = 10
+            self.left, self.fileno = 10, file.fileno
 
         def write(self, data: bytes) -> int:
             if not self.left:
@@ -167,6 +167,30 @@ def test_lines_that_cannot_be_written_are_kept_and_written_later(tmp_path, caplo
         metrics._file = file
         metrics.record(step(4))
     assert [line["step"] for line in read_metrics(metrics.path)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("how", ["removed", "moved", "folder"])
+def test_a_file_that_is_taken_away_is_begun_anew_and_said(tmp_path, caplog, how):
+    run = tmp_path / "run"
+    with Metrics(run) as metrics:
+        metrics.record(step(1))
+        if how == "removed":
+            metrics.path.unlink()
+        elif how == "moved":
+            metrics.path.rename(tmp_path / "rotated.jsonl")
+        else:
+            run.rename(tmp_path / "elsewhere")
+            metrics.record(step(2))
+            assert [line["step"] for line in metrics.lines()] == [2]  # waits
+            run.mkdir()
+        metrics.record(step(3))
+        wanted = [2, 3] if how == "folder" else [3]
+        assert [json.loads(line)["step"] for line in metrics.path.read_text().splitlines()] == wanted
+        assert [line["step"] for line in metrics.lines()] == wanted
+        run.joinpath("metrics.jsonl").unlink()
+        assert metrics.lines() == []
+        metrics.rewind(3)
+    assert caplog.text.count("metrics.jsonl was removed or replaced under the run") == 1
 
 
 def test_a_sink_that_fails_is_left_out_with_one_warning(tmp_path, caplog):

@@ -53,6 +53,12 @@ LAUNCHER = textwrap.dedent(
         again = nursery.fork("rank 2", end, 5)
         wait([again.sentinel])
         assert again.exitcode == 5
+        stopped = nursery._pid
+        os.kill(stopped, signal.SIGSTOP)
+        nursery._line.settimeout(0.5)
+        third = nursery.fork("rank 4", end, 6)
+        wait([third.sentinel])
+        assert third.exitcode == 6 and Path(f"/proc/{stopped}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
         os.kill(LAUNCHER, signal.SIGTERM)
     """
 )
@@ -65,6 +71,7 @@ def test_children_of_the_nursery_are_the_launchers(tmp_path):
         [sys.executable, str(script), str(tmp_path / "said")], capture_output=True, text=True, timeout=200
     )
     assert done.returncode == -signal.SIGTERM, done.stderr  # came to its last line
+    assert "has not answered for 0 s: killed." in done.stdout + done.stderr
     pid, *name, imported = (tmp_path / "said").read_text().split()
     assert int(pid) > 1 and " ".join(name) == "ottava rank 7" and imported == "True"
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ottava.checkpoint import Loaded, NoUsableCheckpoint
+from ottava.train import run_folder
 from ottava.train.config import Config
+from ottava.train.loop import Loop
 from ottava.train.restarts import read_restarts
 from train.runs import lines, tiny
 from train.test_launch import by_step, end, ranks_of, start, wait_for_step
@@ -35,7 +40,7 @@ def job(folder: Path, name: str, ranks: int = 2, clip: float = 1.0, **health: An
 
 @pytest.mark.slow
 def test_torchrun_never_learns_that_a_rank_died(tmp_path):
-    config = job(tmp_path, "run")
+    config = job(tmp_path, "run", copies=1.0)
     launcher = start(config, *TORCHRUN)
     wait_for_step(config, 8, launcher)
     survivor, victim = ranks_of(launcher)
@@ -54,6 +59,57 @@ def test_torchrun_never_learns_that_a_rank_died(tmp_path):
     whole = replace(config, train=replace(config.train, run=str(tmp_path / "whole")))
     code, output = end(start(whole))
     assert code == 0 and by_step(lines(whole)) == by_step(found), output
+
+
+@pytest.mark.parametrize(
+    "copied, saved, come_to, wanted, told",
+    [
+        (7, [6, 4], 8, 7, "Going on from the copies in memory: 7 of 30"),
+        (3, [6, 4], 8, 6, "Resuming from 6: 6 of 30"),
+        (3, [6, 4], 5, 4, "Resuming from 4: 4 of 30"),  # the run went back behind the one of step 6
+        (3, [-6], 8, 3, "Going on from the copies in memory: 3 of 30"),  # damaged
+        (None, [6], 8, 6, "Resuming from 6: 6 of 30"),
+    ],
+)
+def test_the_newest_state_counts_copies_or_checkpoint(copied, saved, come_to, wanted, told, monkeypatch):
+    monkeypatch.setattr(run_folder, "last_step", lambda folder: come_to)
+    said: list[str] = []
+    manifest: Any = None
+
+    def load(below: int | None = None, above: int = -1) -> Loaded | None:
+        found = [step for step in saved if abs(step) > above and (below is None or abs(step) < below)]
+        if found and found[0] < 0:
+            raise NoUsableCheckpoint("damaged")
+        return Loaded(found[0], str(found[0]), manifest, {}, (), ()) if found else None
+
+    loop: Any = object.__new__(Loop)
+    loop.config = job(Path(), "run")
+    loop.world = SimpleNamespace(leads=True, share=lambda value: value)
+    loop.model, loop.optimizer, loop.say = SimpleNamespace(module=None), None, said.append
+    loop.state = SimpleNamespace(load=load)
+    forgotten: list[int] = []
+    loop.copies = SimpleNamespace(
+        newest=lambda world: copied, restore=lambda *_: copied, forget=lambda: forgotten.append(1)
+    )
+    assert loop._continue() == wanted and said[-1].startswith(told)
+    assert bool(forgotten) == (wanted != copied)
+
+
+@pytest.mark.slow
+def test_sigterm_while_ranks_meet_again_saves_what_the_copies_hold(tmp_path):
+    config = job(tmp_path, "run", copies=1.0)
+    launcher = start(config)
+    wait_for_step(config, 10, launcher)
+    victim = ranks_of(launcher)[1]
+    os.kill(victim, signal.SIGKILL)
+    while len(ranks_of(launcher)) < 2 or ranks_of(launcher)[1] == victim:  # until it is replaced
+        time.sleep(0.01)
+    os.kill(launcher.pid, signal.SIGTERM)
+    code, output = end(launcher)
+    assert code == 143, output
+    steps = [line["step"] for line in lines(config)]
+    assert (config.run_folder / "checkpoints" / f"step-{steps[-1]:08d}").is_dir(), output
+    assert steps == list(range(1, len(steps) + 1)) and steps[-1] >= 9
 
 
 @pytest.mark.extra

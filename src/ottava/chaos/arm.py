@@ -19,6 +19,11 @@ def struck(folder: Path, number: int) -> Path:
     return folder / f"struck-{number}.json"
 
 
+def changed(folder: Path, number: int) -> Path:
+    """The file that says that a fault of numbers has changed one."""
+    return folder / f"changed-{number}"
+
+
 class Armed:
     """The faults of a run, in one rank. folder: where plan and marks lie, on a disk that no fault touches; run: the run's folder."""
 
@@ -38,7 +43,8 @@ class Armed:
             return
         if self._rank == max(fault.rank, 0) and self._mark(fault, step):
             self._slow = SLOW_TIMES if fault.kind == "slow" else 0
-            strike(fault, self._run, self._launcher() if fault.rank == LAUNCHER else 0)
+            launcher = self._launcher() if fault.rank == LAUNCHER else 0
+            strike(fault, self._run, launcher, changed(self._folder, fault.number).touch)
 
     def _pending(self) -> Fault | None:
         """The first that has not struck yet."""

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ottava.chaos import plan as plans
-from ottava.chaos.arm import LAUNCHER_FILE, PLAN, struck
+from ottava.chaos.arm import LAUNCHER_FILE, PLAN, changed, struck
 from ottava.chaos.ground import Ground, can_make_disks, can_make_networks
 from ottava.chaos.plan import KINDS, LAUNCHER, Fault
 from ottava.checkpoint.inspect import newest
@@ -268,6 +268,8 @@ class Run:
             self.campaign.steps_s += sum(line["step_s"] for line in found["lines"][1:])
             self.campaign.wall_s += time.time() - (self._began or time.time())
         for outcome in self.outcomes:
+            if KINDS[outcome.fault.kind].number and not changed(self.marks, outcome.fault.number).exists():
+                outcome.struck = False
             outcome.equal = equal
             if not equal and not outcome.note:
                 outcome.note = why

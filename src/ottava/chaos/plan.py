@@ -36,6 +36,8 @@ class Kind:
     """Whether it can come to the launcher."""
     root: bool = False
     """Whether only root can make it: on a file system or network of its own."""
+    number: bool = False
+    """Whether it changes a number: it has not struck before that is done."""
 
 
 KINDS: dict[str, Kind] = {
@@ -53,8 +55,8 @@ KINDS: dict[str, Kind] = {
     "disk-frozen": Kind("the file system of the run stands still, until the job has ended", phases=PHASES[2:], root=True),
     "network": Kind("the network is cut, until the job has ended", phases=PHASES[1:], root=True),
     "slow": Kind("a rank is slow: 0.1 s at each of 20 places"),
-    "bit-flip": Kind("a bit flips in a weight, or in an activation", phases=("data", "forward")),
-    "nan": Kind("a NaN in a gradient", phases=("forward",)),
+    "bit-flip": Kind("a bit flips in a weight, or in an activation", phases=("data", "forward"), number=True),
+    "nan": Kind("a NaN in a gradient", phases=("forward",), number=True),
 }  # fmt: skip
 """The 16 kinds, in the order of the table."""
 

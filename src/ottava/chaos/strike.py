@@ -13,6 +13,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -32,14 +33,19 @@ FREEZE, THAW = 0xC0045877, 0xC0045878
 FILLER = ".chaos-filler"
 SLOW_S, SLOW_TIMES = 0.1, 20
 FOREVER_S = 10**6
+_in_place = ExitStack()
+"""Hooks that change what passes a module. They are held here: one that nobody holds is removed before it has changed anything."""
 
 
 class ChaosError(RuntimeError):
     """The exception that is thrown into ranks and threads."""
 
 
-def strike(fault: Fault, folder: Path, launcher: int) -> None:
-    """What `fault` does, in the rank it comes to; the launcher's comes from rank 0. folder: of the run."""
+def strike(fault: Fault, folder: Path, launcher: int, changed: Callable[[], None] = lambda: None) -> None:
+    """What `fault` does, in the rank it comes to; the launcher's comes from rank 0. folder: of the run.
+
+    changed: called when a number has been changed, which may be in a later pass.
+    """
     if fault.kind in SIGNALS:
         os.kill(launcher if fault.rank == LAUNCHER else os.getpid(), SIGNALS[fault.kind])
         return
@@ -52,8 +58,8 @@ def strike(fault: Fault, folder: Path, launcher: int) -> None:
         "disk-frozen": lambda: freeze(own_disk(folder)),
         "network": lambda: loopback(up=False),
         "slow": lambda: None,  # `SLOW_TIMES` places, see arm.py
-        "bit-flip": lambda: flip(fault),
-        "nan": lambda: poison_gradient(fault),
+        "bit-flip": lambda: flip(fault, changed),
+        "nan": lambda: poison_gradient(fault, changed),
     }
     work[fault.kind]()
 
@@ -135,7 +141,7 @@ def _loop() -> Any:
     return next(found for found in gc.get_objects() if type(found) is Loop)
 
 
-def flip(fault: Fault) -> None:
+def flip(fault: Fault, changed: Callable[[], None] = lambda: None) -> None:
     """One of the high bits of a weight, or of an activation of the next forward pass."""
     from ottava.chaos.numbers import at_output, memory_of
 
@@ -144,8 +150,9 @@ def flip(fault: Fault) -> None:
         weights = [p for _, p in sorted(model.named_parameters()) if memory_of(p).numel()]
         weight = chance.choice(weights)
         _flip_high_bit(weight, chance)
+        changed()
         return
-    _for_one_pass(at_output, lambda t: _flip_high_bit(t, chance), chance)
+    _for_one_pass(at_output, lambda t: _flip_high_bit(t, chance), chance, changed)
 
 
 def _flip_high_bit(tensor: Any, chance: random.Random) -> None:
@@ -157,18 +164,23 @@ def _flip_high_bit(tensor: Any, chance: random.Random) -> None:
     flip_bit(tensor, index, chance.randrange(max(size - 12, 0), size - 1))
 
 
-def poison_gradient(fault: Fault) -> None:
+def poison_gradient(fault: Fault, changed: Callable[[], None] = lambda: None) -> None:
     """A NaN in the gradient of a layer's output, in the next backward pass."""
     from ottava.chaos.numbers import at_gradient, poison
 
-    _for_one_pass(at_gradient, lambda t: poison(t, float("nan")), random.Random(fault.seed))
+    _for_one_pass(at_gradient, lambda t: poison(t, float("nan")), random.Random(fault.seed), changed)
 
 
-def _for_one_pass(where: Any, change: Any, chance: random.Random) -> None:
+def _for_one_pass(where: Any, change: Any, chance: random.Random, changed: Callable[[], None]) -> None:
     """Left in place: it acts once."""
     model = _loop().model.module
     name = f"layers.{chance.randrange(len(_layers(model)))}"
-    ExitStack().enter_context(where(model, name, change, times=1))
+
+    def once(tensor: Any) -> None:
+        change(tensor)
+        changed()
+
+    _in_place.enter_context(where(model, name, once, times=1))
 
 
 def _layers(model: Any) -> Any:

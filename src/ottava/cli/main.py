@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from ottava import __version__
 from ottava.bench import BENCHMARKS
+from ottava.checkpoint.stop import SIGNALS
 from ottava.cli.streams import complete, give_up, refuse, settle
 from ottava.notices import did_you_mean
 
@@ -78,13 +79,17 @@ def main(arguments: list[str] | None = None) -> int:
     complete()
     words = sys.argv[1:] if arguments is None else arguments
     if words[:1] == ["train"]:  # its options come from the configuration's classes, not from argparse
-        from ottava.cli.train import run
-
         try:
+            from ottava.cli.train import run
+
             return run(words[1:])  # whose ranks have told, by their exit code, what became of them
         except BrokenPipeError:  # of --help or --dry-run; training goes on without a console
             return give_up()
+        except KeyboardInterrupt:  # before there is a run that could save
+            return 128 + signal.SIGINT
         finally:
+            if arguments is None:  # the process ends now, with this exit code, which one more Ctrl-C must not change
+                signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             settle()
     try:
         try:

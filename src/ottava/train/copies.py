@@ -105,12 +105,9 @@ class Copies:
 
         Every rank calls it. The model must be spread over as many ranks as then.
         """
-        if self.share <= 0:
-            return None
-        step = self._agree(world)
+        step = self.newest(world)
         if step is None:
-            self.own, self.neighbours = [], []
-            self._next = 1.0
+            self.forget()
             return None
         mine = next((copy for copy in self.own if copy.step == step), None)
         mine = self._give_back(step, mine, world)
@@ -119,6 +116,22 @@ class Copies:
         self.neighbours = [copy for copy in self.neighbours if copy.step == step]
         self.size, self._next = world.size, step + 1.0  # a new rank has no copy of its neighbour yet
         return step
+
+    def newest(self, world: World) -> int | None:
+        """The newest step of which every rank's part is somewhere; None: there is none. Every rank calls it."""
+        if self.share <= 0:
+            return None
+        mine = [self.size, *_two([copy.step for copy in self.own]), *_two([copy.step for copy in self.neighbours])]
+        table = [-1.0] * (5 * world.size)
+        table[5 * world.rank : 5 * world.rank + 5] = map(float, mine)
+        numbers = [int(number) for number in world.max(table)]
+        rows = [numbers[i : i + 5] for i in range(0, len(numbers), 5)]
+        return newest_whole([(row[0], row[1:3], row[3:5]) for row in rows], world.size, distance(world))
+
+    def forget(self) -> None:
+        """There are none any more: the run went back, and what was copied since is not to be trusted. Every rank calls it."""
+        self._free = [copy.content for copy in (*self.own, *self.neighbours)]
+        self.own, self.neighbours, self._next = [], [], 1.0
 
     # ---------------------------------------------------------------------------------------------------------- memory
 
@@ -162,15 +175,6 @@ class Copies:
         content = self._memory(int(theirs[1]))
         _exchange(mine.content, after, content, before)
         return Copy(mine.step, about.numpy().tobytes(), content)
-
-    def _agree(self, world: World) -> int | None:
-        """The newest step of which every rank's part is somewhere."""
-        mine = [self.size, *_two([copy.step for copy in self.own]), *_two([copy.step for copy in self.neighbours])]
-        table = [-1.0] * (5 * world.size)
-        table[5 * world.rank : 5 * world.rank + 5] = map(float, mine)
-        numbers = [int(number) for number in world.max(table)]
-        rows = [numbers[i : i + 5] for i in range(0, len(numbers), 5)]
-        return newest_whole([(row[0], row[1:3], row[3:5]) for row in rows], world.size, distance(world))
 
     def _give_back(self, step: int, mine: Copy | None, world: World) -> Copy:
         """To ranks that have lost their part, from those after them. Returns this rank's own."""

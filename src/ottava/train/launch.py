@@ -63,7 +63,8 @@ def launch(config: Config, prepare: Prepare | None = None) -> int:
     place = Place.from_torchrun()
     if place is not None and not config.health.restarts:
         return _be_rank(config, place, prepare)
-    nursery = Nursery(*IMPORTED)  # first of all: this process has no threads yet
+    start_s = config.health.watchdog_start_s if config.health.watchdog_s else 0.0
+    nursery = Nursery(*IMPORTED, start_s=start_s or None)  # first of all: this process has no threads yet
     if place is None:
         count = local_ranks(config.parallel.ranks)
         store, kept = serve_store(), config.health.restarts > 0

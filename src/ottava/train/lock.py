@@ -190,14 +190,28 @@ class RunLock:
         return aside
 
     def _renew(self) -> None:
-        while not self._over.wait(RENEW_S):
-            mine = self._mine
-            if mine is None:
-                return
+        """Until the lock is given back, whatever is raised: one that is not renewed is taken over, and nobody here would notice."""
+        while True:
             try:
+                mine = None if self._over.wait(RENEW_S) else self._mine
+                if mine is None:
+                    return
                 self._beat(mine)
-            except Exception as error:  # whatever it is: a lock that is not renewed is taken over
+            except FileNotFoundError:
+                self._put_back()
+            except Exception as error:
                 warn_once(f"{self.path} cannot be renewed: {error}.")
+
+    def _put_back(self) -> None:
+        """Somebody has removed the file of a run that goes on. If another process is quicker, the next beat finds its file."""
+        mine = self._mine
+        if mine is None:
+            return
+        warn_once(f"{self.path} was removed, but process {mine.pid} writes there: it is made again.")
+        try:
+            self._create(mine, None)
+        except OSError as error:
+            warn_once(f"{self.path} cannot be renewed: {error}.")
 
     def _beat(self, mine: Holder) -> None:
         """Opened and closed each time: that is when network file systems show it to others."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from ottava.checkpoint import Loaded, NoUsableCheckpoint
 from ottava.distributed.gradients import gradient_sync
 from ottava.distributed.waits import comm_wait_hook
 from ottava.guard.finding import Finding
@@ -148,6 +149,7 @@ class Loop:
         self.watchdog.beat(0, "load")
         self._lost = 0  # steps that the run had come to, of which nothing is left
         self.done = self._continue() if world.generation else self._resume()
+        world.on_rank0(lambda: run_folder.describe(config, self.data.identity))
         self.clock, self.health = Clock(world.device), Health(config.health)
         self.fp8 = Fp8Health(config, self.model, world)
         self.guard = NumberGuard(config, self.model, self.optimizer, world)
@@ -173,7 +175,9 @@ class Loop:
         """All steps that are left. Returns the exit code."""
         config = self.config.train
         if self.world.sum([float(self.stop.requested)])[0]:
-            return exits.STOPPED  # before the first step: there is nothing to save
+            if self.world.generation and self.done and self.done != self.state.checkpoints.last_saved:
+                self._save_and_stop()  # from copies in memory
+            return exits.STOPPED  # before the first step there is nothing to save otherwise
         while self.done < config.steps or not (self._settle() and self._save(last=True)):
             self.clock.restart()
             if self.saves.due(self.done) and (not self._settle() or (self.health.trusted and not self._save())):
@@ -489,6 +493,7 @@ class Loop:
             self.graphs.forget()
         if loaded is not None:
             self.done = self._back_at = loaded.step
+            self.copies.forget()
         self.batches = self._prefetch()
         self.recorder.rewind(self.done, f"rolled back from step {failed}: {why}")
         text = (
@@ -502,16 +507,25 @@ class Loop:
     # ------------------------------------------------------------------------------------------------ beginning and end
 
     def _continue(self) -> int:
-        """After a restart in place: steps that are done, from the copies in memory if there are some, else from the checkpoint."""
-        step = self.copies.restore(self.world, self.model.module, self.optimizer)
+        """After a restart in place: steps that are done, from the newest state: the copies in memory, or a checkpoint that is newer."""
+        step = self.copies.newest(self.world)
         if step is None:
-            return self._resume()
+            self.copies.forget()
+            return self._resume(self.state.load())
+        # A later checkpoint than the run has come to is one that it went back behind.
+        folder = self.config.run_folder
+        come_to = self.world.share(run_folder.last_step(folder) if self.world.leads else None)
+        with suppress(NoUsableCheckpoint):  # a damaged one
+            if loaded := self.state.load(above=step, below=come_to + 1):
+                self.copies.forget()
+                return self._resume(loaded)
+        self.copies.restore(self.world, self.model.module, self.optimizer)
         self.say(f"Going on from the copies in memory: {step} of {self.config.train.steps} steps are done.")
         return step
 
-    def _resume(self) -> int:
-        """Steps that are done already."""
-        loaded = (self.state.load() if self.world.generation else None) or self.state.begin()
+    def _resume(self, loaded: Loaded | None = None) -> int:
+        """Steps that are done already. loaded: what was restored."""
+        loaded = loaded or self.state.begin()
         if loaded is None:
             self._lost = self.world.on_rank0(lambda: run_folder.last_step(self.config.run_folder)) or 0
             self._say_what_begins()

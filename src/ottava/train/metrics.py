@@ -146,6 +146,8 @@ class Metrics:
 
     def _write(self) -> None:
         try:
+            if self._unwritten and not self._is_in_place():
+                self._open_anew()
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
             self._waiting = []
@@ -153,6 +155,22 @@ class Metrics:
             warn_once(
                 f"{self.path} cannot be written: {error.strerror}. Its lines are kept and written when they can be."
             )
+
+    def _is_in_place(self) -> bool:
+        """Whether the file that is written is the one that others find: somebody may have removed or moved it, or its folder."""
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), os.lstat(self.path))
+        except FileNotFoundError:
+            return False
+
+    def _open_anew(self) -> None:
+        warn_once(
+            f"{self.path} was removed or replaced under the run: lines go on in the file of that name, those before are not in it."
+        )
+        file = open_to_append_bytes(self.path)
+        self._file.close()
+        self._file = file
+        self._unwritten = "".join(f"{metrics.line()}\n" for metrics in self._waiting).encode()
 
     def _tell(self, sink: Sink, work: Callable[[], None]) -> None:
         """A sink that fails is told nothing more."""
@@ -167,14 +185,15 @@ class Metrics:
         """Of all steps, also those that the disk has not taken."""
         waiting = [json.loads(metrics.line()) for metrics in self._waiting]
         first = waiting[0]["step"] if waiting else math.inf
-        return [line for line in read_metrics(self.path) if line["step"] < first] + waiting
+        written = read_metrics(self.path) if self.path.is_file() else ()
+        return [line for line in written if line["step"] < first] + waiting
 
     def rewind(self, first_step: int) -> None:
         """The step that comes next is `first_step` (again): later lines are dropped."""
         self._write()
         self._file.close()
         keep_before(self.path, first_step)  # and the part of a line that a full disk took
-        there = {line["step"] for line in read_metrics(self.path)}
+        there = {line["step"] for line in read_metrics(self.path)} if self.path.is_file() else set()
         self._waiting = [
             metrics for metrics in self._waiting if metrics.step < first_step and metrics.step not in there
         ]

@@ -19,13 +19,19 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 from ottava.checkpoint.stop import SIGNALS
+from ottava.train.console import tell
 from ottava.train.signals import held_back
 
 PR_SET_CHILD_SUBREAPER = 36
+ANSWER_S = 10.0
+"""What a nursery that has imported everything may take to answer: a fork takes milliseconds, also where many wait for the cores."""
+END_S = 5.0
+"""What the system gets to end one that was killed."""
 Work = Callable[..., None]
 
 
@@ -61,16 +67,16 @@ class Child:
 
 
 class Nursery:
-    """Made first of all in a launcher. modules: what is imported once for all ranks.
+    """Made first of all in a launcher. modules: what is imported once for all ranks. start_s: seconds that this may take; None: any number.
 
     >>> nursery = Nursery("ottava.train.loop")
     >>> child = nursery.fork("rank 3", run, config, 3)
     >>> wait([child.sentinel])
     """
 
-    def __init__(self, *modules: str) -> None:
+    def __init__(self, *modules: str, start_s: float | None = None) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        self._modules = modules
+        self._modules, self._start_s = modules, start_s
         self._line: socket.socket | None = None
         self._open()
 
@@ -81,25 +87,45 @@ class Nursery:
             try:
                 assert self._line is not None
                 _send(self._line, request)
-                return Child(struct.unpack("!q", _receive(self._line))[0], name)
-            except OSError:  # the nursery was killed: another one, which may take a moment
+                answer = self._answer(self._line)
+                self._line.settimeout(ANSWER_S)  # from now on
+                return Child(struct.unpack("!q", answer)[0], name)
+            except OSError:  # the nursery was killed, or stands still: another one, which may take a moment
                 self._open()
-        raise RuntimeError("No process can be started: the nursery dies as soon as it is there.")
+        raise RuntimeError("No process can be started: the nursery dies, or stands still, as soon as it is there.")
+
+    def _answer(self, line: socket.socket) -> bytes:
+        """The number of a process. One that is not told in time does not begin: [Note: a word before it begins]."""
+        try:
+            return _receive(line)
+        except TimeoutError:
+            tell(f"ottava train: the process that starts ranks has not answered for {line.gettimeout():.0f} s: killed.")
+            handle = os.pidfd_open(self._pid)
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+            wait([handle], timeout=END_S)
+            os.close(handle)
+            return _receive(line)  # its last word, if it was only slow
 
     def _open(self) -> None:
         """Signals are blocked in it for good: those to a process group are not meant for it; ranks let them through."""
         if self._line is not None:
             self._line.close()
         self._line, theirs = socket.socketpair()
+        self._line.settimeout(self._start_s)
         with held_back():
-            if os.fork() == 0:
+            self._pid = os.fork()
+            if self._pid == 0:
                 self._line.close()
                 _alone(partial(_serve, theirs, self._modules))
         theirs.close()
 
 
 def _serve(line: socket.socket, modules: tuple[str, ...]) -> None:
-    """The nursery's process: until the launcher is gone."""
+    """The nursery's process: until the launcher is gone.
+
+    [Note: a word before it begins] A process that was forked waits until its number was sent to the launcher. If the nursery ends before
+    that, it ends too: otherwise the launcher, which would start another, had two on one seat.
+    """
     call_process("nursery")
     for handled in SIGNALS:
         if signal.getsignal(handled) != signal.SIG_IGN:
@@ -112,21 +138,25 @@ def _serve(line: socket.socket, modules: tuple[str, ...]) -> None:
         except OSError:
             return
         name, work, arguments = pickle.loads(request)  # from the launcher, which has forked us
-        told, tell = os.pipe()
+        (told, telling), (begin, beginning) = os.pipe(), os.pipe()
         between = os.fork()
         if between == 0:
             pid = os.fork()  # its parent ends: it becomes the launcher's
             if pid == 0:
-                for number in (line.detach(), told, tell):
+                for number in (line.detach(), told, telling, beginning):
                     os.close(number)
                 call_process(name)
+                if not os.read(begin, 1):
+                    os._exit(1)
+                os.close(begin)
                 _alone(partial(work, *arguments))
-            os.write(tell, struct.pack("!q", pid))
+            os.write(telling, struct.pack("!q", pid))
             os._exit(0)
         os.waitpid(between, 0)  # first: until then it is not the launcher's
         _send(line, os.read(told, 8))
-        os.close(told)
-        os.close(tell)
+        os.write(beginning, b".")
+        for number in (told, telling, begin, beginning):
+            os.close(number)
 
 
 def call_process(name: str) -> None:

@@ -42,11 +42,10 @@ SAME: dict[str, tuple[str, ...]] = {
 
 
 def prepare(config: Config, data: Sequence[Mapping[str, Any]] = (), *, again: bool = False) -> None:
-    """Makes the folder, or checks that it holds this run; writes the configuration. For the leading rank.
+    """Makes the folder, or checks that it holds this run. For the leading rank.
 
     data: what the token files are (`Data.identity`).
-    again: after a restart in place, when checkpoints are of this run even under checkpoint.load = "none". The rest is done
-        again too: the rank that led before may have died before it came here.
+    again: after a restart in place, when checkpoints are of this run even under checkpoint.load = "none".
     """
     folder = config.run_folder
     place = folder / "checkpoints"
@@ -63,6 +62,12 @@ def prepare(config: Config, data: Sequence[Mapping[str, Any]] = (), *, again: bo
         check_same(config, folder)
         check_data(folder, data)
     folder.mkdir(parents=True, exist_ok=True)
+
+
+def describe(config: Config, data: Sequence[Mapping[str, Any]] = ()) -> None:
+    """Writes config.toml and data.json. For the leading rank, when the run is sure to begin: one that is refused, because its checkpoint
+    does not fit either, leaves what it found. After a restart in place too: the rank that led before may have died before it came here."""
+    folder = config.run_folder
     _write(folder / CONFIG_FILE, to_toml(config))
     _write(folder / DATA_FILE, json.dumps({"files": list(data)}, indent=2) + "\n")
 

@@ -61,8 +61,9 @@ class Saves:
                 log.warning("ottava train: checkpoint failed, %d in a row: %s", self._failed, error)
             self._recorder.note(f"checkpoint failed: {error}")
             if enough or self._failed >= self._section.max_failed:
+                reason = str(error).rstrip(".")
                 raise NotSaved(
-                    f"{error} Those were {self._failed} failures in a row (checkpoint.max_failed is {self._section.max_failed})."
+                    f"{reason}. Those were {self._failed} failures in a row (checkpoint.max_failed is {self._section.max_failed})."
                 ) from error
             return False
         self._failed, self._again = 0, None

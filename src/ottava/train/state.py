@@ -107,14 +107,16 @@ class RunState:
         if differences:
             raise ValueError(f"checkpoint.load {chosen} is of another model: {'; '.join(differences)}.")
 
-    def load(self, below: int | None = None) -> Loaded | None:
+    def load(self, below: int | None = None, above: int = -1) -> Loaded | None:
         """Restores the newest checkpoint of the run that verifies and holds finite numbers alone; None if there is none at all.
 
-        below: of an earlier step than this one. NoUsableCheckpoint if there are some, and none is good.
+        below, above: of an earlier, or later, step than this one. NoUsableCheckpoint if there are some, and none is good.
         """
         checkpoints = self.checkpoints
         rejected: list[Rejected] = []
-        for step in checkpoints.team.agree("no checkpoint was found", lambda: None, lambda _: self._steps(below)):
+        for step in checkpoints.team.agree(
+            "no checkpoint was found", lambda: None, lambda _: self._steps(below, above)
+        ):
             try:
                 loaded = self._load(step, RELAXED)
             except NoUsableCheckpoint as error:
@@ -130,12 +132,12 @@ class RunState:
             raise NoUsableCheckpoint.of(str(checkpoints.storage.path), rejected)
         return None
 
-    def _steps(self, below: int | None) -> list[int]:
+    def _steps(self, below: int | None, above: int) -> list[int]:
         """Of everything that is called a checkpoint, newest first. In rank 0."""
         storage = self.checkpoints.storage
         with suppress(OSError):  # a directory that may only be read has to be enough
             storage.recover()
-        return [step for step, _ in storage.candidates() if below is None or step < below]
+        return [step for step, _ in storage.candidates() if step > above and (below is None or step < below)]
 
     def _non_finite(self, state: dict[str, Any]) -> list[str]:
         """Tensors with numbers that are not finite, in any rank."""
