@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from pretended_cuda import pretended_cuda
 
 from gpu import (
     test_attention,
@@ -20,6 +19,7 @@ from gpu import (
     test_qkv_rope,
     test_residual,
 )
+from pretended_cuda import pretended_cuda
 
 CHOSEN = {
     test_fp8_attention: ("test_bytes_and_scales_equal_the_reference", "test_output_is_near_the_reference_and_float64"),
