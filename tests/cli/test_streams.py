@@ -73,6 +73,8 @@ def test_ctrl_c_before_a_run_has_no_traceback_and_after_it_changes_no_exit_code(
         from ottava.cli import train
         from ottava.cli.main import main
 
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background has it ignored
+
         def run(words):
             if words == ["before"]:
                 signal.raise_signal(signal.SIGINT)
