@@ -450,6 +450,11 @@ def test_mistakes_in_the_call_are_named() -> None:
         ("score_mod", (q, k, v), {"score_mod": print}),
         ("needs a core_attention_bias", (q, k, v), {"core_attention_bias_type": "post_scale_bias"}),
         ("takes no core_attention_bias", (q, k, v), {"core_attention_bias": torch.zeros(1, 4, 9, 9)}),
+        (
+            "with 4 heads of this rank",
+            (q, k, v),
+            {"core_attention_bias": torch.zeros(1, 8, 9, 9), "core_attention_bias_type": "post_scale_bias"},
+        ),
         ("alibi_slopes", (q, k, v), {"alibi_slopes": torch.ones(4)}),
         ("core_attention_bias_type", (q, k, v), {"core_attention_bias_type": "alibe"}),
     ]  # fmt: skip

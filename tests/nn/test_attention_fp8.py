@@ -134,6 +134,20 @@ def test_what_fp8_does_not_do_runs_unquantized_and_is_named_once(told, options, 
     assert re.fullmatch(f"ottava: fp8_dpa=True, but attention runs in the activation dtype: {reason}\\.", line)
 
 
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"core_attention_bias": torch.zeros(1, 1, LENGTH, LENGTH)}, "'no_bias' takes no core_attention_bias"),
+        ({"alibi_slopes": torch.ones(4)}, "alibi_slopes are given"),
+        ({"cu_seqlens_q": torch.tensor([0, LENGTH, 2 * LENGTH])}, "pass no cu_seqlens_q"),
+    ],
+)
+def test_what_nobody_would_look_at_is_refused_in_fp8_too(arguments: dict, message: str) -> None:
+    documents = PackedDocuments(torch.zeros(2, LENGTH, dtype=torch.long))
+    with ottava.autocast(recipe=CURRENT), pytest.raises(ValueError, match=message):
+        module(attn_mask_type="arbitrary")(*qkv(), attention_mask=documents, **arguments)
+
+
 def test_dropout_is_no_obstacle_to_an_evaluation(told) -> None:
     attend, tensors = module(attention_dropout=0.5).eval(), qkv()
     with ottava.autocast(recipe=CURRENT):

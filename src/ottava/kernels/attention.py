@@ -17,22 +17,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
+from ottava import torch_private
 from ottava.kernels import attention_backend as backends
 from ottava.kernels.fixed_order import matmul
 from ottava.kernels.registry import define
 
 BLOCK_ELEMENTS = 2**24  # scores held at once by the reference: 64 MiB of float32
 
-# cuDNN first: 521 TFLOP/s forward + backward on an H200 against 283 for the FlashAttention-2 backend.
-CUDA_BACKENDS = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
-FLASH_FIRST = sorted(CUDA_BACKENDS, key=lambda kind: kind is not SDPBackend.FLASH_ATTENTION)
 
 # --------------------------------------------------------------------------------------------------------- the arithmetic
 
@@ -261,7 +254,7 @@ def attention(
     if dropout > 0.0:
         batch, heads = (q.shape[0], q.shape[2]) if batch_first else (q.shape[1], q.shape[2])
         length, keys = (q.shape[1], k.shape[1]) if batch_first else (q.shape[0], k.shape[0])
-        keep = torch.rand(batch, heads, length, keys, device=q.device) >= dropout
+        keep = torch.rand(batch, heads, length, keys, dtype=torch.float32, device=q.device) >= dropout
     keep_scale = 1.0 / (1.0 - dropout) if dropout < 1.0 else 0.0
     return reference_attention(q, k, v, allowed, bias, sink, keep, keep_scale, scale, causal, batch_first)
 
@@ -280,8 +273,8 @@ def _fused(
     """torch's scaled_dot_product_attention. Keys and values are repeated over their queries only where a mask forces it."""
     q, k, v = (_by_head(x, batch_first) for x in (q, k, v))
     special = allowed is not None or bias is not None or dropout > 0.0
-    backend = backends.dense_backend(q, k, v, causal, special)
-    if backend == "flash4":
+    kernels = backends.dense_kernels(q, k, v, causal, special)
+    if kernels is None:
         return _flash4(q, k, v, scale, causal, batch_first)
     alive = None
     mask = allowed
@@ -298,18 +291,16 @@ def _fused(
         if share > 1:
             k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
         causal = False
-    order = FLASH_FIRST if backend == "flash" else CUDA_BACKENDS
-    with sdpa_kernel(order, set_priority=True):
-        out = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            dropout_p=dropout,
-            is_causal=causal,
-            scale=scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
+    options: dict[str, Any] = {"attn_mask": mask, "dropout_p": dropout, "is_causal": causal, "scale": scale}
+    options["enable_gqa"] = q.shape[1] != k.shape[1]
+    if not torch.compiler.is_compiling():
+        with torch_private.sdpa_in_order(kernels):
+            out = F.scaled_dot_product_attention(q, k, v, **options)
+    elif backends.choice_is_ours():
+        with sdpa_kernel(kernels, set_priority=True):  # which torch.compile knows
+            out = F.scaled_dot_product_attention(q, k, v, **options)
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, **options)
     if alive is not None:
         out = torch.where(alive, out, torch.zeros((), dtype=out.dtype, device=out.device))
     return out.transpose(1, 2) if batch_first else out.permute(2, 0, 1, 3)
@@ -320,5 +311,6 @@ def _flash4(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, batch_f
     module = backends.flash4()
     assert module is not None
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out, _ = module.flash_attn_func(q, k, v, softmax_scale=scale, causal=causal)
+    with torch.cuda.device(q.device):
+        out, _ = module.flash_attn_func(q, k, v, softmax_scale=scale, causal=causal)
     return out if batch_first else out.transpose(0, 1)

@@ -75,7 +75,9 @@ def _fp8_attention(
     """
     data = [quantized(x, peak, epsilon, power_of_two) for x in (q, k, v)]
     fq, fk, fv = (dense._by_head(bytes_.float(), batch_first) for bytes_, _ in data)  # [b, h or g, s or t, d]
-    factor = (data[0][1] * data[1][1] * torch.tensor([scale / math.log(2.0)], device=q.device)).clamp_min(1e-37)
+    factor = (
+        data[0][1] * data[1][1] * torch.tensor([scale / math.log(2.0)], dtype=torch.float32, device=q.device)
+    ).clamp_min(1e-37)
     batch, heads, queries, channels = fq.shape
     groups, keys = fk.shape[1:3]
     folded = fq.reshape(batch, groups, -1, channels)  # heads that share keys are rows of one product

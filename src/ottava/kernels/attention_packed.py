@@ -11,6 +11,7 @@ import functools
 import inspect
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ottava.kernels.attention_backend import flash4
@@ -47,10 +48,11 @@ def packed_attention(
     if backend == "flash4":
         module = flash4()
         assert module is not None
-        out, _ = module.flash_attn_varlen_func(
-            q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=longest_q, max_seqlen_k=longest_k,
-            softmax_scale=scale, causal=causal,
-        )  # fmt: skip
+        with torch.cuda.device(q.device):
+            out, _ = module.flash_attn_varlen_func(
+                q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=longest_q, max_seqlen_k=longest_k,
+                softmax_scale=scale, causal=causal,
+            )  # fmt: skip
         return out
     varlen, shared = _varlen()
     window = (-1, 0) if causal else (-1, -1)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ottava.kernels.attention import attention
 from ottava.nn import attention_fp8 as fp8
 from ottava.nn import attention_mask as masks
-from ottava.nn.attention_bias import added_to_scores
+from ottava.nn.attention_bias import added_to_scores, check_bias
 from ottava.nn.attention_documents import PackedDocuments
 from ottava.nn.attention_packed import attend_packed
 from ottava.nn.attention_padding import unpacked, valid_of_batch
@@ -27,10 +27,10 @@ from ottava.nn.attention_request import (
 )
 from ottava.nn.base import default_device
 from ottava.nn.follows_autocast import FollowsAutocast
+from ottava.nn.parallel_module import join_meshes
 from ottava.nn.random_replay import own_stream, perhaps_again
-from ottava.nn.strategy import Layout, backend, local
+from ottava.nn.strategy import ALONE, Layout, Strategy, backend, local
 from ottava.notices import warn_once
-from ottava.quant.quantization import AttentionScales
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
@@ -117,6 +117,8 @@ class DotProductAttention(FollowsAutocast, torch.nn.Module):
         self.bottom_right_diagonal = bottom_right_diagonal
         self.sequence_parallel = sequence_parallel
         self.tp_size = tp_size
+        self._ranks: Strategy = ALONE
+        """Those that have other heads, once they are known. Nothing is communicated."""
         self.get_rng_state_tracker = get_rng_state_tracker
         self.layer_number = 1 if layer_number is None else layer_number
         self.attention_type = masks.one_of("attention_type", attention_type, ("self", "cross"))
@@ -133,25 +135,36 @@ class DotProductAttention(FollowsAutocast, torch.nn.Module):
             self.softmax_offset = torch.nn.Parameter(offset)
         else:
             self.register_buffer("softmax_offset", offset, persistent=False)
-        self.set_device_mesh(tp_mesh, weight_mesh)
+        join_meshes(self, tp_group, tp_mesh, weight_mesh)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_last_context": {}}  # which may hold a process group
 
+    @property
+    def tp_group(self) -> Any:
+        """The ranks that have other heads; None for one rank, or where they are not known."""
+        return getattr(self._ranks, "group", None)
+
+    @property
+    def tp_rank(self) -> int:
+        """This process's place among them."""
+        return self._ranks.rank
+
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Checks the size: each rank attends with heads of its own, so nothing is communicated."""
+        """Checks the size, and keeps whose heads these are: each rank attends with heads of its own, so nothing is communicated."""
         size = 1 if tp_group is None else tp_group.size()
         if size != self.tp_size:
             raise ValueError(
                 f"DotProductAttention has the heads of one of tp_size={self.tp_size} ranks, but the group has {size}: construct it with "
                 f"tp_size={size}, or give set_device_mesh a mesh."
             )
+        self._ranks = backend().strategy("column", tp_group, sequence_parallel=False)
 
     def set_device_mesh(self, tp_mesh: Any = None, weight_mesh: Any = None) -> None:
         """Keeps this rank's heads. The learnable softmax offset, one number a head, becomes a DTensor. weight_mesh: not needed."""
         if tp_mesh is None:
             return
-        backend().group_of(tp_mesh)
+        group = backend().group_of(tp_mesh)
         size, already_cut = tp_mesh.size(), self.tp_size == tp_mesh.size()
         if not already_cut:
             if self.tp_size != 1:
@@ -160,6 +173,7 @@ class DotProductAttention(FollowsAutocast, torch.nn.Module):
             self.heads_per_partition //= size
             self.num_gqa_groups_per_partition //= size
             self.tp_size = size
+        self.set_tensor_parallel_group(group)
         if isinstance(self.softmax_offset, torch.nn.Parameter):
             backend().distribute(self, "softmax_offset", self.layouts["softmax_offset"], tp_mesh, already_cut)
         elif self.softmax_offset is not None and not already_cut:
@@ -223,7 +237,8 @@ class DotProductAttention(FollowsAutocast, torch.nn.Module):
         max_seqlen_*: the longest sequence ("thd"); without it the lengths are read back from the device, and under
         torch.compile the number of tokens is taken, which costs memory.
         core_attention_bias: broadcastable to [b, h, s, t], added after scaling, or before it ("pre_scale_bias").
-        alibi_slopes: [h] or [b, h], for core_attention_bias_type="alibi". checkpoint_core_attention: recompute in backward.
+        alibi_slopes: [h] or [b, h], of this rank's heads, for core_attention_bias_type="alibi"; the usual ones if not given.
+        checkpoint_core_attention: recompute in backward.
         fast_zero_fill and num_splits choose between equal ways elsewhere and change nothing here.
         """
         if inference_params is not None:
@@ -240,6 +255,10 @@ class DotProductAttention(FollowsAutocast, torch.nn.Module):
         q, k, v = query_layer, key_layer, value_layer
         channels = (self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v)
         check_tensors(q, k, v, layout, self.heads_per_partition, self.num_gqa_groups_per_partition, *channels)
+        if core_attention_bias_type != "no_bias" or core_attention_bias is not None or alibi_slopes is not None:
+            check_bias(core_attention_bias_type, core_attention_bias, alibi_slopes, self.heads_per_partition)
+        if core_attention_bias_type == "alibi" and alibi_slopes is None:
+            alibi_slopes = self._own_slopes(q.device)
         sequences = Sequences(
             cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, pad_between_seqs
         )  # fmt: skip
@@ -247,24 +266,35 @@ class DotProductAttention(FollowsAutocast, torch.nn.Module):
             layout, mask_type, attention_mask, window, bottom_right, sequences, core_attention_bias_type, core_attention_bias,
             alibi_slopes, self.softmax_scale, checkpoint_core_attention,
         )  # fmt: skip
-        scales = fp8.asked_for(self)
-        special = self._special(core_attention_bias_type, window) if scales is not None else None
+        asked = fp8.asked_for(self)
+        if asked is not None:
+            asked = asked._replace(obstacle=self._beyond_fp8(core_attention_bias_type, window))
         if layout == "thd" or isinstance(attention_mask, PackedDocuments):
             maskless = q.is_cuda and self._needs_no_mask(core_attention_bias_type, window)
-            out = attend_packed(request, q, k, v, scales, special, maskless)
+            out = attend_packed(request, q, k, v, asked, maskless)
             if out is not None:
                 return out
-            scales = None  # decided against
-        return self._attend_padded(request, q, k, v, scales, special)
+            asked = None  # decided against
+        return self._attend_padded(request, q, k, v, asked)
 
     # ------------------------------------------------------------------------------------------------------------ the parts
+
+    def _own_slopes(self, device: torch.device) -> Tensor:
+        """ALiBi's usual slopes, of this rank's heads."""
+        slopes, count = masks.default_alibi_slopes(self.num_attention_heads, device), self.heads_per_partition
+        if self._ranks.size != self.tp_size:
+            raise ValueError(
+                f"ALiBi has another slope for each of {self.num_attention_heads} heads, and this DotProductAttention, constructed with "
+                f"tp_size={self.tp_size}, does not know which {count} it has: call set_tensor_parallel_group(group), or pass alibi_slopes."
+            )
+        return slopes[self.tp_rank * count : (self.tp_rank + 1) * count]
 
     def _needs_no_mask(self, bias_type: str, window: tuple[int, int]) -> bool:
         """Whether kernels for packed sequences do it: they know one mask, and neither dropout nor what is added to scores."""
         maskless = bias_type == "no_bias" and self.softmax_type == "vanilla" and window in _WHOLE
         return maskless and not (self.training and self.attention_dropout > 0.0)
 
-    def _special(self, bias_type: str, window: tuple[int, int]) -> str | None:
+    def _beyond_fp8(self, bias_type: str, window: tuple[int, int]) -> str | None:
         """What FP8 attention does not do, if it is asked for."""
         if self.training and self.attention_dropout > 0.0:
             return f"attention_dropout is {self.attention_dropout}"
@@ -275,16 +305,8 @@ class DotProductAttention(FollowsAutocast, torch.nn.Module):
         # Without its size: a compiler that has met other windows takes the numbers for symbols, which have no text.
         return None if window in _WHOLE else "there is a window"
 
-    def _attend_padded(
-        self,
-        request: Request,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scales: AttentionScales | None,
-        special: str | None,
-    ) -> Tensor:
-        """With a mask, where one is needed. Packed sequences are spread over a batch, and padded. scales, special: see `attend_packed`."""
+    def _attend_padded(self, request: Request, q: Tensor, k: Tensor, v: Tensor, asked: fp8.Asked | None) -> Tensor:
+        """With a mask, where one is needed. Packed sequences are spread over a batch, and padded. asked: see `attend_packed`."""
         valid: masks.Valid | None
         unpack: masks.Packed | None = None
         tokens = q.shape[0]
@@ -296,16 +318,14 @@ class DotProductAttention(FollowsAutocast, torch.nn.Module):
         seq_dim = 1 if batch_first else 0
         queries, keys = q.shape[seq_dim], k.shape[seq_dim]
         causal, allowed = _mask(request, queries, keys, valid, q.device)
-        bias = None
-        if request.bias_type != "no_bias" or request.bias is not None or request.alibi_slopes is not None:
-            bias = added_to_scores(request, self.num_attention_heads, queries, keys, valid, q.device)
-        if scales is not None:
+        bias = added_to_scores(request, queries, keys, valid, q.device)
+        if asked is not None:
+            obstacle = asked.obstacle
             if allowed is not None or valid is not None:
-                special = special or f"there is a mask of the type {request.mask_type!r}"
+                obstacle = obstacle or f"there is a mask of the type {request.mask_type!r}"
             options: dict[str, Any] = {"causal": causal, "batch_first": batch_first, "scale": self.softmax_scale}
-            special = special or fp8.unfit(q, k, v, kind="dense", queries=queries, **options)
-            if fp8.runs(special):
-                return fp8.attend(scales, q, k, v, None, options, request.recompute).flatten(-2)
+            if fp8.runs(obstacle or fp8.unfit(q, k, v, kind="dense", queries=queries, **options)):
+                return fp8.attend(asked.scales, q, k, v, None, options, request.recompute).flatten(-2)
         out = self._attend(q, k, v, causal, batch_first, allowed, bias, request.recompute)
         if unpack is not None:
             out = unpack.gather(out, tokens)

@@ -11,11 +11,8 @@ from ottava.nn.attention_request import Request
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 
 
-def added_to_scores(
-    request: Request, heads: int, queries: int, keys: int, valid: masks.Valid | None, device: torch.device
-) -> Tensor | None:
-    """What is added to the scaled scores, broadcastable to [b, h, s, t]. heads: of the whole model."""
-    kind, bias, slopes = request.bias_type, request.bias, request.alibi_slopes
+def check_bias(kind: str, bias: Tensor | None, slopes: Tensor | None, heads: int) -> None:
+    """Names arguments of a call that do not go together, or with this rank's `heads`."""
     masks.one_of("core_attention_bias_type", kind, BIAS_TYPES)
     if (bias is not None) != (kind in ("pre_scale_bias", "post_scale_bias")):
         raise ValueError(
@@ -23,13 +20,25 @@ def added_to_scores(
         )
     if slopes is not None and kind != "alibi":
         raise ValueError(f"alibi_slopes are given, but core_attention_bias_type is {kind!r}: use 'alibi'.")
-    if kind == "alibi":
-        if slopes is None:
-            slopes = masks.default_alibi_slopes(heads, device)
-        relative = masks.relative_positions(queries, keys, request.bottom_right, valid, device)
-        return masks.alibi_bias(slopes, relative)
-    if bias is not None and bias.dim() != 4:
+    if bias is not None and (bias.dim() != 4 or bias.shape[1] not in (1, heads)):
         raise ValueError(
-            f"core_attention_bias must be broadcastable to [batch, heads, queries, keys], got {tuple(bias.shape)}."
+            f"core_attention_bias must be broadcastable to [batch, heads, queries, keys], with {heads} heads of this rank, got "
+            f"{tuple(bias.shape)}."
         )
-    return bias * request.scale if kind == "pre_scale_bias" and bias is not None else bias
+    if slopes is not None and (slopes.dim() not in (1, 2) or slopes.shape[-1] != heads):
+        raise ValueError(
+            f"alibi_slopes must be [{heads}] or [batch, {heads}], one for each head of this rank, got {tuple(slopes.shape)}."
+        )
+
+
+def added_to_scores(
+    request: Request, queries: int, keys: int, valid: masks.Valid | None, device: torch.device
+) -> Tensor | None:
+    """What is added to the scaled scores, broadcastable to [b, h, s, t]; None: nothing. `check_bias` has looked at the request."""
+    if request.bias_type == "alibi":
+        assert request.alibi_slopes is not None
+        relative = masks.relative_positions(queries, keys, request.bottom_right, valid, device)
+        return masks.alibi_bias(request.alibi_slopes, relative)
+    if request.bias is None:
+        return None
+    return request.bias * request.scale if request.bias_type == "pre_scale_bias" else request.bias

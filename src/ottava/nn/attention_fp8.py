@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,15 @@ _MHA = (
 )
 
 
-def asked_for(module: FollowsAutocast) -> AttentionScales | None:
+class Asked(NamedTuple):
+    """Attention in FP8, which a recipe asks for."""
+
+    scales: AttentionScales
+    obstacle: str | None = None
+    """What the call asks for beside, and FP8 does not do."""
+
+
+def asked_for(module: FollowsAutocast) -> Asked | None:
     """What the recipe in force for `module` says of attention in FP8, if it wants that."""
     recipe, calibrating, _ = module._context(torch.compiler.is_compiling())
     if recipe is None or calibrating:
@@ -31,7 +39,7 @@ def asked_for(module: FollowsAutocast) -> AttentionScales | None:
     scales = Quantization.of(recipe).attention
     if scales is not None and recipe.fp8_mha:
         _say(_MHA)
-    return scales
+    return None if scales is None else Asked(scales)
 
 
 def runs(obstacle: str | None) -> bool:

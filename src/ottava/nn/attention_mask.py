@@ -169,8 +169,6 @@ def default_alibi_slopes(heads: int, device: torch.device) -> Tensor:
 
 def alibi_bias(slopes: Tensor, relative: Tensor) -> Tensor:
     """-slope * distance, float32 [b or 1, h, s, t]. slopes: [h] or [b, h]."""
-    if slopes.dim() not in (1, 2):
-        raise ValueError(f"alibi_slopes must be [heads] or [batch, heads], got {tuple(slopes.shape)}.")
     return -relative.abs() * slopes.float().view(-1, slopes.shape[-1], 1, 1)
 
 

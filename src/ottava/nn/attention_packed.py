@@ -15,28 +15,21 @@ from ottava.nn import attention_mask as masks
 from ottava.nn.attention_documents import PackedDocuments
 from ottava.nn.attention_request import Request
 from ottava.nn.random_replay import perhaps_again
-from ottava.quant.quantization import AttentionScales
 
 
 def attend_packed(
-    request: Request,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scales: AttentionScales | None,
-    special: str | None,
-    maskless: bool,
+    request: Request, q: Tensor, k: Tensor, v: Tensor, asked: fp8.Asked | None, maskless: bool
 ) -> Tensor | None:
     """What the module returns; None where none of the kernels does what is asked for: a mask does it then.
 
-    scales: of FP8, if that is asked for; special: what is, and FP8 does not do. maskless: nothing is asked for that only a mask's way does.
+    asked: whether FP8 is asked for. maskless: nothing is asked for that only a mask's way does.
     """
     if isinstance(request.mask, PackedDocuments):
-        return _attend_documents(request, q, k, v, scales, special, maskless)
+        return _attend_documents(request, q, k, v, asked, maskless)
     if "padding" not in request.mask_type or request.mask is not None:
         return None  # which is an error, and the padded way explains it
-    if scales is not None:
-        out = _sequences_fp8(request, q, k, v, scales, special or _special_packing(request))
+    if asked is not None:
+        out = _sequences_fp8(request, q, k, v, asked)
         if out is not None:
             return out
     return _sequences_by_lengths(request, q, k, v) if maskless else None
@@ -46,18 +39,12 @@ def attend_packed(
 
 
 def _attend_documents(
-    request: Request,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scales: AttentionScales | None,
-    special: str | None,
-    maskless: bool,
+    request: Request, q: Tensor, k: Tensor, v: Tensor, asked: fp8.Asked | None, maskless: bool
 ) -> Tensor | None:
     """[s, b, h * d] or [b, s, h * d]."""
-    _check_documents(request.mask, request.mask_type, request.layout, q, k)
-    if scales is not None:
-        out = _documents_fp8(request, q, k, v, scales, special)
+    _check_documents(request, q, k)
+    if asked is not None:
+        out = _documents_fp8(request, q, k, v, asked)
         if out is not None:
             return out
     if not maskless or not backends.varlen_fits(q, k, v):
@@ -68,25 +55,27 @@ def _attend_documents(
     return _documents_by_lengths(request, q, k, v, backend)
 
 
-def _check_documents(documents: PackedDocuments, mask_type: str, layout: str, q: Tensor, k: Tensor) -> None:
+def _check_documents(request: Request, q: Tensor, k: Tensor) -> None:
+    mask_type, layout = request.mask_type, request.layout
     if mask_type != "arbitrary" or layout == "thd":
         raise ValueError(
             f"PackedDocuments goes with attn_mask_type 'arbitrary' and qkv_format 'sbhd' or 'bshd', got {mask_type!r} and {layout!r}."
         )
     seq_dim, batch_dim = (1, 0) if layout == "bshd" else (0, 1)
-    documents.check(q.shape[batch_dim], q.shape[seq_dim], k.shape[seq_dim])
+    if request.sequences.cu_seqlens_q is not None or request.sequences.cu_seqlens_kv is not None:
+        raise ValueError(
+            "PackedDocuments knows where its documents lie: pass no cu_seqlens_q and cu_seqlens_kv beside it."
+        )
+    request.mask.check(q.shape[batch_dim], q.shape[seq_dim], k.shape[seq_dim])
 
 
-def _documents_fp8(
-    request: Request, q: Tensor, k: Tensor, v: Tensor, scales: AttentionScales, special: str | None
-) -> Tensor | None:
+def _documents_fp8(request: Request, q: Tensor, k: Tensor, v: Tensor, asked: fp8.Asked) -> Tensor | None:
     """In FP8; None where it does not run."""
     documents: PackedDocuments = request.mask
     options: dict[str, Any] = {"causal": True, "batch_first": request.layout == "bshd", "scale": request.scale}
-    special = special or fp8.unfit(q, k, v, kind="packed", queries=documents.length, **options)
-    if not fp8.runs(special):
+    if not fp8.runs(asked.obstacle or fp8.unfit(q, k, v, kind="packed", queries=documents.length, **options)):
         return None
-    return fp8.attend(scales, q, k, v, documents.bounds(), options, request.recompute).flatten(-2)
+    return fp8.attend(asked.scales, q, k, v, documents.bounds(), options, request.recompute).flatten(-2)
 
 
 def _documents_by_bounds(request: Request, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -133,7 +122,7 @@ def documents_backend(q: Tensor, k: Tensor, v: Tensor, documents: PackedDocument
 # -------------------------------------------------------------------------------------------------------------------- "thd"
 
 
-def _special_packing(request: Request) -> str | None:
+def _packing_beyond_fp8(request: Request) -> str | None:
     """What FP8 does not do of "thd", if it is asked for: it does causal attention of sequences to themselves, end to end."""
     cu_q, cu_kv, cu_q_padded, cu_kv_padded, _, _, pad_between = request.sequences
     if cu_q_padded is not None or cu_kv_padded is not None or (pad_between is not None and pad_between is not False):
@@ -143,13 +132,11 @@ def _special_packing(request: Request) -> str | None:
     return None if cu_q is cu_kv else "cu_seqlens_q and cu_seqlens_kv are two tensors: pass one for both"
 
 
-def _sequences_fp8(
-    request: Request, q: Tensor, k: Tensor, v: Tensor, scales: AttentionScales, special: str | None
-) -> Tensor | None:
+def _sequences_fp8(request: Request, q: Tensor, k: Tensor, v: Tensor, asked: fp8.Asked) -> Tensor | None:
     """In FP8, [t, h * d]; None where it does not run. Tokens after the last sequence give 0."""
     options: dict[str, Any] = {"causal": True, "batch_first": True, "scale": request.scale}
-    special = special or fp8.unfit(q, k, v, kind="packed", queries=q.shape[0], **options)
-    if not fp8.runs(special):
+    obstacle = asked.obstacle or _packing_beyond_fp8(request)
+    if not fp8.runs(obstacle or fp8.unfit(q, k, v, kind="packed", queries=q.shape[0], **options)):
         return None
     offsets, longest = request.sequences.cu_seqlens_q, request.sequences.max_seqlen_q
     masks.packed(offsets, None, q.shape[0] if longest is None else longest, q.shape[0], "q")  # names wrong ones
@@ -158,7 +145,7 @@ def _sequences_fp8(
     # What lies after the last sequence may be anything, and would decide on the scales.
     q, k, v = (torch.where(real, x, x.new_zeros(()))[None] for x in (q, k, v))
     bounds = masks.bounds_of(offsets, q.shape[1])
-    out = fp8.attend(scales, q, k, v, bounds, options, request.recompute)[0]
+    out = fp8.attend(asked.scales, q, k, v, bounds, options, request.recompute)[0]
     return torch.where(real, out, out.new_zeros(())).flatten(-2)
 
 

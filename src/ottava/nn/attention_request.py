@@ -58,7 +58,7 @@ class Request(NamedTuple):
     bias: Tensor | None
     """Broadcastable to [b, h, s, t]."""
     alibi_slopes: Tensor | None
-    """[h] or [b, h]."""
+    """[h] or [b, h]; there where bias_type is "alibi"."""
     scale: float
     """What scores are multiplied by."""
     recompute: bool
@@ -69,7 +69,7 @@ def refuse_what_is_not_offered(others: dict[str, Any]) -> None:
     """others: arguments that the module has no name for."""
     for key, value in others.items():
         if one_of("DotProductAttention: argument", key, tuple(_NOT_OFFERED)) and value != _NOT_OFFERED[key]:
-            raise ValueError(f"DotProductAttention does not offer {key}={value!r}; leave it out.")
+            raise ValueError(f"DotProductAttention does not offer {key}={value!r:.60}; leave it out.")
 
 
 def refuse_context_parallel(cp_group: Any) -> None:
