@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from checkpoint.forked_ranks import Forge
 from checkpoint.interrupted_saves import state_of
 from ottava.checkpoint import CheckpointError, Checkpoints, NoUsableCheckpoint, ls, reshard, verify
+from ottava.checkpoint.remote import RemoteStorage
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -90,6 +93,45 @@ def test_a_failing_store_commits_nothing(url: str, monkeypatch: pytest.MonkeyPat
         assert values(checkpoints)[1] == 1
         checkpoints.save(1, {**state_of(5)})  # a step that is there is replaced
         assert values(checkpoints)[1] == 5
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_what_fails_after_the_commit_takes_no_checkpoint_away(url: str, tmp_path: Path, local: bool) -> None:
+    def fails_late(phase: str) -> None:
+        if phase == "prune":
+            raise RuntimeError("a rank was lost")
+
+    where = tmp_path / "local" if local else url
+    with Checkpoints(where, keep_last=1, hook=fails_late) as checkpoints, pytest.raises(CheckpointError, match="lost"):
+        checkpoints.save(1, state_of(1))
+    with Checkpoints(where) as checkpoints:
+        assert values(checkpoints)[1] == 1
+
+
+def test_old_checkpoints_that_cannot_be_removed_fail_no_save(
+    url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(*_: Any) -> None:
+        raise LookupError("the store has an error of its own")  # as gcsfs has: no OSError
+
+    with Checkpoints(url, keep_last=1) as checkpoints:
+        checkpoints.save(1, state_of(1))
+        monkeypatch.setattr(RemoteStorage, "remove", refused)
+        checkpoints.save(2, state_of(2))
+        assert values(checkpoints)[1] == 2 and "were not removed: the store has" in caplog.text
+
+
+def test_a_replaced_checkpoint_that_cannot_be_removed_fails_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state_of(1))
+        with monkeypatch.context() as patched:
+            patched.setattr(shutil, "rmtree", lambda path: os.rmdir(path))  # "directory not empty", as over NFS
+            checkpoints.save(1, state_of(1))
+        assert values(checkpoints)[1] == 1
+        checkpoints.save(2, state_of(2))
+        assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002"]
 
 
 def test_from_one_storage_to_another(url: str, tmp_path: Path) -> None:

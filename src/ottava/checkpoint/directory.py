@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from ottava.checkpoint.errors import InvalidCheckpoint
-from ottava.checkpoint.names import directory_name, open_inside, remains_of, step_of, sync_directory
+from ottava.checkpoint.names import DISTRUSTED, directory_name, open_inside, remains_of, step_of, sync_directory
 from ottava.checkpoint.storage import Folder
 
 
@@ -57,7 +57,7 @@ class LocalStorage:
         self.path = path
 
     def candidates(self) -> list[tuple[int, Folder]]:
-        """(step, directory) of everything that is called a checkpoint, newest first."""
+        """(step, directory) of everything that is called a checkpoint, newest first; after all others those that are distrusted."""
         try:
             names = os.listdir(self.path)
         except FileNotFoundError:
@@ -65,7 +65,17 @@ class LocalStorage:
         found: list[tuple[int, Folder]] = [
             (step, self.folder(name)) for name in names if (step := step_of(name)) is not None
         ]
-        return sorted(found, key=lambda each: each[0], reverse=True)
+        marks = set(names)
+        return sorted(found, key=lambda each: (each[1].name + DISTRUSTED not in marks, each[0]), reverse=True)
+
+    def distrust(self, step: int) -> None:
+        """Puts a checkpoint behind all others, durably: whoever starts next shall not take the way again that led back from it."""
+        self._mark(step).touch()
+        sync_directory(self.path)
+
+    def distrusted(self, step: int) -> bool:
+        """Whether somebody has."""
+        return self._mark(step).exists()
 
     def folder(self, name: str) -> LocalFolder:
         """By name."""
@@ -97,9 +107,11 @@ class LocalStorage:
             aside = self.path / f"{directory_name(step)}.old-{secrets.token_hex(4)}"
             os.rename(target, aside)
         os.rename(self.path / finished.name, target)
+        self._mark(step).unlink(missing_ok=True)  # it was of the one before
         sync_directory(self.path)
         if aside is not None:
-            _remove(aside)
+            with suppress(OSError):  # the new one is there; the next `begin` tries again
+                _remove(aside)
         return LocalFolder(target)
 
     def discard(self, unfinished: Folder) -> None:
@@ -110,7 +122,11 @@ class LocalStorage:
         """Under another name first: a directory that is half removed must not be called a checkpoint."""
         doomed = self._temporary(step).path
         os.rename(self.path / directory_name(step), doomed)
+        self._mark(step).unlink(missing_ok=True)
         _remove(doomed)
+
+    def _mark(self, step: int) -> Path:
+        return self.path / f"{directory_name(step)}{DISTRUSTED}"
 
     def _temporary(self, step: int) -> LocalFolder:
         return self.folder(f"{directory_name(step)}.tmp-{secrets.token_hex(4)}")

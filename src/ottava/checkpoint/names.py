@@ -12,6 +12,8 @@ from ottava.checkpoint.errors import InvalidCheckpoint
 
 MANIFEST, STATE, METADATA = "manifest.json", "state.json", ".metadata"
 SHARD_SUFFIX = ".distcp"
+DISTRUSTED = ".distrusted"
+"""Ends the name of an empty file beside a checkpoint that a run went back behind: it is tried when no other is left."""
 MAX_JSON_BYTES = 4 << 20  # parsed, JSON takes up to 20 times its size
 
 _STEP = re.compile(r"step-([0-9]{8,18})")

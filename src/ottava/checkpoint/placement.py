@@ -24,14 +24,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from ottava import torch_private
 from ottava.checkpoint.boxes import Box, Former, Index, Part
 from ottava.distributed.vocabulary import VocabParallelEmbedding, VocabParallelHead
-from ottava.distributed.whole import layout_of
+from ottava.distributed.whole import layout_of, modules_of
 from ottava.kernels.block_moment import scale_shape, scales_at
-from ottava.nn.initialize import WRAPPERS
 from ottava.quant.weight import Weight
 from ottava.quant.weight_memory import COLUMNWISE, WeightMemory
 from ottava.quant.weight_place import blocks_of
@@ -164,13 +162,6 @@ def _transposed(part: Part) -> Part:
     if former is not None:
         former = Former(former.name, former.offset[::-1], former.shape[::-1])
     return replace(part, shape=part.shape[::-1], views=views, former=former)
-
-
-def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(name, module) of all modules, without what wrappers put into names."""
-    root = model.module if isinstance(model, DistributedDataParallel) else model
-    for path, module in root.named_modules():
-        yield ".".join(part for part in path.split(".") if part not in WRAPPERS), module
 
 
 def _fsdp1_units(model: nn.Module) -> Iterator[nn.Module]:

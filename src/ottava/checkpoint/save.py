@@ -26,6 +26,7 @@ from ottava.checkpoint.plan import Item, Offer, SavePlan, make_plan, offer
 from ottava.checkpoint.prune import prune
 from ottava.checkpoint.storage import Folder, Location, Storage
 from ottava.checkpoint.team import Team
+from ottava.notices import log
 
 PHASES = ("planning", "staging", "writing", "fsync", "hash", "manifest", "rename", "prune")
 """In their order. Every rank passes the first five (staging in asynchronous saves only), rank 0 the others."""
@@ -61,6 +62,7 @@ class Save:
         self._sources: dict[Item, Tensor] = {}
         self._staged: set[Item] = set()
         self._staging_error: Exception | None = None
+        self._published = False  # in rank 0: nothing that fails from then on takes the checkpoint away
 
     @property
     def _what(self) -> str:
@@ -148,7 +150,7 @@ class Save:
         try:
             return self.storage.folder(team.agree(self._what, self._write, self._commit)).path
         except (CheckpointError, ValueError):
-            if team.rank == 0:
+            if team.rank == 0 and not self._published:
                 with suppress(OSError):  # the next sweep tries again
                     self.storage.discard(self.folder)
             raise
@@ -178,10 +180,13 @@ class Save:
         seal(self.folder, about, entries, plan.paths, encode_state(plan.values, options.config), files)
         options.hook("rename")
         published = self.storage.publish(self.folder, self.step)
+        self._published = True
         options.hook("prune")
         options.rotten.discard(self.step)
-        with suppress(OSError):  # the checkpoint is there; the rest is tried again after the next save
+        try:
             prune(self.storage, self.step, options.keep_last, options.keep_every, options.rotten)
+        except Exception as error:  # of whatever kind a storage has. The checkpoint is there; the rest is tried again after the next save
+            log.warning("old checkpoints in %s were not removed: %s", self.storage.path, error)
         return published.name
 
 

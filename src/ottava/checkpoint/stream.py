@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -49,7 +50,8 @@ def write_streams(
         seal(folder, about, entries, paths, state, check_shards(folder, reports, [len(own) for own in items]))
         return storage.publish(folder, about.step).path
     except BaseException:
-        storage.discard(folder)
+        with suppress(OSError):  # the error that is raised says more
+            storage.discard(folder)
         raise
 
 
