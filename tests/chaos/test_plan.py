@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections import Counter
 from itertools import pairwise
@@ -112,6 +114,21 @@ def test_an_exception_comes_to_a_thread_of_ours():
             return next(t for t in threads if t is thread)
 
     assert throw_into_thread(First()) == "ottava test" and caught.wait(20)  # type: ignore[arg-type]
+
+
+def test_a_job_heeds_signals_that_a_shell_in_the_background_ignores(tmp_path):
+    ignoring = f"""
+import signal, subprocess, sys
+from pathlib import Path
+from ottava.chaos.ground import Ground
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+words = [sys.executable, "-c", "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"]
+with Ground(Path({str(tmp_path / "run")!r}), disk=False, network=False) as ground:
+    for enter in (None, ground.enter):
+        subprocess.run(words, preexec_fn=enter, check=True)
+"""
+    found = subprocess.run([sys.executable, "-c", ignoring], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["False", "True"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not Path("/proc/mounts").is_file(), reason="mounts a file system")

@@ -56,6 +56,12 @@ def test_a_run_that_has_ended_or_fallen_silent(tmp_path) -> None:
     assert run_status(folder, NOW).state.startswith("silent")
 
 
+def test_a_run_that_is_ahead_of_the_clock_says_so(tmp_path) -> None:
+    found = run_status(make_run(tmp_path / "run", last_step_ago=-7200.0), NOW)
+    assert found.events[-1].startswith("the last step is 2 h ahead of this machine's clock") and found.silent_s == 0.0
+    assert run_status(make_run(tmp_path / "other", last_step_ago=-1.0), NOW).events == ()
+
+
 def test_a_run_that_has_not_stepped_yet(tmp_path) -> None:
     (tmp_path / "config.toml").write_text("[train]\nsteps = 5\n")
     assert run_status(tmp_path, NOW).state == "starting"

@@ -135,7 +135,7 @@ def fault(running: loop.Loop, kind: str) -> None:
             values = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             values.view(-1)[0] = float(kind)
     elif kind == "copied":
-        running.copies.own.append(Copy(running.done, b"{}", torch.zeros(0, dtype=torch.uint8)))
+        running.copies.own.append(Copy(running.done, b"{}", 0, torch.zeros(0, dtype=torch.uint8)))
     elif kind == "no copies":
         assert not running.copies.own and running.copies.due(running.done), running.copies.own
     elif kind == "blind":

@@ -193,6 +193,12 @@ FUSED = ["--optimizer.name", "fused_adam"]
         (["--train.seed", "1" + "0" * 30], "train.seed must be at most"),
         (["--optimizer.eps", "-1"], "optimizer.eps must be at least 0, got -1"),
         (["--model.pad-vocab-to", "1000000000000"], "model.pad_vocab_to must be at most 1,048,576"),
+        (
+            ["--health.watchdog-start-s", "1e-300"],
+            "health.watchdog_start_s must be 0 (off) or at least 0.1 s, got 1e-300.",
+        ),
+        (["--train.run", ""], "train.run is empty: write a path."),
+        (["--checkpoint.load", " "], "checkpoint.load is empty: write a path."),
         (["--health.watchdog-s", "1e300"], "health.watchdog_s must be at most 1,000,000,000"),
         (["--train.run", "~nobody-here/x"], "train.run is ~nobody-here/x, but there is no such home folder here"),
     ],

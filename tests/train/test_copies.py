@@ -77,8 +77,9 @@ def case() -> list[str]:
     if world.rank == 1:  # it has died: another process, with nothing
         copies = Copies(share=0.01)
     model, optimizer = _model(100 + world.rank)
-    if copies.restore(world, model, optimizer) != 3:
+    if copies.newest(world) != 3:
         problems.append("not the step of the copies")
+    copies.restore(3, world, model, optimizer)
     found = _content(model, optimizer)
     if len(found) != len(wanted) or any(not torch.equal(a, b) for a, b in zip(found, wanted)):
         problems.append("not what was there")
@@ -91,10 +92,14 @@ def case() -> list[str]:
     if [copy.step for copy in copies.own] != [4, 5]:
         problems.append(f"steps {[copy.step for copy in copies.own]}")
     copies.forget()
-    if not copies.due(1) or copies.restore(world, model, optimizer) is not None:
+    if not copies.due(1) or copies.newest(world) is not None:
         problems.append("copies that were forgotten came back")
-    if Copies(share=0.01).restore(world, model, optimizer) is not None:
+    if Copies(share=0.01).newest(world) is not None:
         problems.append("something out of nothing")
+    rare = Copies(share=5e-324)
+    rare.make(3, world, model, optimizer, step_seconds=0.1)
+    if rare.due(10**6):
+        problems.append("no share of the time is a million steps enough for")
     return problems
 
 
@@ -102,3 +107,41 @@ def case() -> list[str]:
 def test_what_a_dead_rank_held_comes_back_from_its_neighbour(count):
     with Ranks(count) as ranks:
         assert ranks.run(case, timeout=120) == [[]] * count
+        assert ranks.run(harmed, timeout=120) == [[]] * count
+
+
+def harmed() -> list[str]:
+    """A copy in which a bit has changed since is as good as lost: its neighbour's is used, or the step before, or none."""
+    world: Any = World()
+    problems = []
+    copies = Copies(share=0.01)
+    model, optimizer = _model(world.rank)
+    wanted = {}
+    for step in (3, 4):
+        copies.make(step, world, model, optimizer, step_seconds=1.0)
+        wanted[step] = _content(model, optimizer)
+        model(torch.randn(4, 3)).square().sum().backward()
+        optimizer.step()
+
+    def found(step: int | None, why: str) -> None:
+        model, optimizer = _model(100 + world.rank)
+        if copies.newest(world) != step:
+            problems.append(f"{why}: {copies.newest(world)}, not {step}")
+        elif step is not None:
+            copies.restore(step, world, model, optimizer)
+            if not all(map(torch.equal, _content(model, optimizer), wanted[step])):
+                problems.append(f"{why}: not what was there")
+
+    state = (list(copies.own), list(copies.neighbours))
+    if world.rank == 1:
+        copies.own[1].content[0] ^= 1  # rank 0 has it too
+    found(4, "one part")
+    copies.own, copies.neighbours = map(list, state)
+    if world.rank == 0:
+        copies.neighbours[1].content[0] ^= 1
+    found(3, "both of one part")
+    copies.own, copies.neighbours = map(list, state)
+    for copy in (*copies.own, *copies.neighbours):
+        copy.about = copy.about.replace(b"0.1", b"0.2")  # the learning rate
+    found(None, "what is said of them")
+    return problems

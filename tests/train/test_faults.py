@@ -13,6 +13,8 @@ import torch
 
 from distributed.ranks import Ranks
 from ottava.checkpoint import CheckpointError, Checkpoints
+from ottava.checkpoint.directory import LocalStorage
+from ottava.checkpoint.inspect import newest
 from ottava.train import exits
 from ottava.train.config import Config
 from ottava.train.run_folder import check_same, describe, prepare
@@ -92,6 +94,34 @@ def test_a_checkpoint_that_leads_nowhere_is_gone_behind(two, folder):
     longer = replace(config, train=replace(config.train, steps=8), health=replace(config.health, retries=2))
     assert two.run(longer, faults=((-1, "blind"),)) == exits.DONE, two.said
     assert all(line["loss"] is not None for line in lines(config)) and saved(config)[-1] == 8
+
+
+def test_a_start_after_it_does_not_begin_with_the_checkpoint_that_was_gone_behind(two, folder):
+    config = small(folder, "behind", train={"steps": 4})
+    assert two.run(config, faults=((3, "blind"), (3, "nan"))) == exits.DONE, two.said
+    longer = replace(config, train=replace(config.train, steps=8), health=replace(config.health, retries=2))
+    assert two.run(longer, faults=((-1, "blind"),), die_at=2) == -9  # from 4, to 4 again, to 2: and there it ends
+    mark = config.run_folder / "checkpoints" / "step-00000004.distrusted"
+    assert mark.is_file()
+    assert two.run(longer, faults=((-1, "blind"),)) == exits.DONE, two.said
+    assert [line["attempt"] for line in lines(config)] == [0, 0, 1, 1, 1, 1, 1, 1]
+    assert not any("event" in line for line in lines(config)), "it began with the one of step 4"
+    assert not mark.exists() and saved(config)[-1] == 8  # it was written anew
+
+
+def test_a_distrusted_checkpoint_is_taken_when_no_other_is_left(tmp_path):
+    state, storage = {"w": torch.ones(4), "step": 0}, LocalStorage(tmp_path)
+    with Checkpoints(tmp_path, keep_last=2) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state | {"step": step})
+        storage.distrust(2)
+        assert checkpoints.load(state).step == 1 and newest(tmp_path).name == "step-00000001"
+        storage.distrust(1)
+        assert checkpoints.load(state).step == 2
+        checkpoints.save(2, state)  # written anew, it is as good as any
+        assert not storage.distrusted(2)
+        checkpoints.save(3, state)  # what is pruned leaves no mark
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
 
 
 def test_a_signal_while_steps_are_skipped_saves_nothing_that_is_suspect(two, folder):

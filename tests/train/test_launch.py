@@ -11,13 +11,16 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from ottava.train import launch
+from ottava.train import exits, launch
 from ottava.train.arguments import to_toml
 from ottava.train.config import Config
 from ottava.train.lock import RunLock
+from ottava.train.signals import LauncherSignals
+from ottava.train.world import Place
 from train.runs import lines, tiny
 
 EXACT = ("loss", "grad_norm", "lr", "tokens")
@@ -96,6 +99,74 @@ def test_a_failed_rank_is_seen_however_late_its_exit_code_comes(monkeypatch):
     began = time.monotonic()
     assert launch.wait_for(ranks) == (1, 3) and time.monotonic() - began < 20
     assert ranks[0].process.exitcode == -signal.SIGKILL
+
+
+def test_a_run_whose_name_is_too_long_is_refused_and_not_a_failure(tmp_path, monkeypatch):
+    """It was exit code 1, and tried again three times, because its traceback was to be kept in the folder that cannot be."""
+    refused = ValueError("train.run is too long")
+    monkeypatch.setattr("ottava.train.world.World.__init__", Mock(side_effect=refused))
+    config = tiny(tmp_path, "a" * 256, health={"watchdog_s": 0.0})
+    assert launch.run_rank(config, Place(0, 1, 0, 1, "localhost", 1)) == (exits.WRONG_USAGE, str(refused))
+
+
+@pytest.mark.parametrize(
+    "limits, wanted, after",
+    [
+        ((20, 1000), 64, (64, 1000)),
+        ((64, 64), 64, None),
+        ((-1, -1), 64, None),
+        ((20, -1), 64, (64, -1)),
+        ((20, 32), 64, OSError),
+    ],
+)
+def test_ranks_may_open_as_many_files_as_they_need_or_are_not_started(monkeypatch, limits, wanted, after):
+    allowed = Mock()
+    monkeypatch.setattr("resource.getrlimit", lambda _: limits)  # -1: no limit
+    monkeypatch.setattr("resource.setrlimit", lambda _, both: allowed(both))
+    if after is OSError:
+        with pytest.raises(OSError, match=r"^32 files may be open here at a time, and 64 are needed: raise the limit"):
+            launch.allow_open_files(wanted)
+    else:
+        launch.allow_open_files(wanted)
+    assert [call.args[0] for call in allowed.call_args_list] == ([after] if isinstance(after, tuple) else [])
+
+
+@pytest.mark.parametrize(
+    "limit, said", [("ulimit -n 40", "64 are needed"), ("TMPDIR=/x", "No usable temporary directory")]
+)
+def test_what_no_rank_could_live_with_is_exit_2_at_the_start(tmp_path, capfd, monkeypatch, limit, said):
+    failing = {"ulimit -n 40": "resource.getrlimit", "TMPDIR=/x": "tempfile.gettempdir"}[limit]
+    gives = {"return_value": (40, 40)} if "ulimit" in limit else {"side_effect": FileNotFoundError(2, said)}
+    config = tiny(tmp_path, parallel={"ranks": 2})
+    with monkeypatch.context() as patch:
+        patch.setattr(failing, Mock(**gives))
+        patch.setattr("ottava.train.nursery.Nursery", Mock())
+        assert launch.launch(config) == exits.WRONG_USAGE
+    assert said in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "steps, told", [(28, "steps 21 to 28 are lost, and the next start goes on from step 20."), (20, "")]
+)
+def test_steps_that_a_save_after_a_signal_has_lost_are_named(tmp_path, capfd, steps, told):
+    (tmp_path / "checkpoints" / "step-00000020").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-00000028.tmp-1234abcd").mkdir()  # under way when a rank died
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in range(1, steps + 1))
+    )
+    ended: Any = object.__new__(launch.Launcher)
+    ended._config, ended.ranks, ended._places, ended._folder = tiny(tmp_path, "."), {}, {}, tmp_path
+    ended._frozen = ended._keeper = ended._child = ended._parent = None
+    ended._signals = LauncherSignals([])
+    ended._signals.number = signal.SIGTERM
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "wait_for", lambda *_: (1, 137))
+        patch.setattr(LauncherSignals, "__enter__", lambda self: self)
+        assert ended.run() == 137
+    said = capfd.readouterr().err
+    assert "rank 1 ended with exit code 137." in said and (
+        "is not complete: " + told in said if told else "lost" not in said
+    )
 
 
 def test_a_launcher_that_waits_for_a_cut_network_is_ended_later():

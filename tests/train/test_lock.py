@@ -265,6 +265,12 @@ def test_the_same_command_twice_and_orphans_of_torchrun(tmp_path):
     assert not (config.run_folder / FILE).exists()
 
 
+def test_a_link_that_leads_nowhere_in_the_place_of_the_folder_is_named(tmp_path):
+    (tmp_path / "run").symlink_to(tmp_path / "not mounted")
+    with pytest.raises(ValueError, match="but there is a link that leads nowhere in its place"):
+        RunLock(tmp_path / "run").take()
+
+
 @pytest.mark.parametrize("below", ["", "deeper"])
 def test_a_file_in_the_place_of_the_folder_is_named(tmp_path, below):
     (tmp_path / "run").write_text("a note")

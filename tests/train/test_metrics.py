@@ -8,6 +8,7 @@ import math
 import os
 import pty
 import select
+from unittest.mock import Mock
 
 import pytest
 
@@ -116,6 +117,33 @@ def test_lines_that_a_full_disk_does_not_take_count_all_the_same(tmp_path):
     metrics.record(step(4, attempt=1))
     metrics.close()
     assert [(line["step"], line["attempt"]) for line in read_metrics(metrics.path)] == [(1, 0), (2, 0), (3, 0), (4, 1)]
+
+
+def test_a_disk_that_is_read_only_when_ranks_meet_again_is_waited_for(tmp_path, monkeypatch, caplog):
+    """A rank that died then ended the run, with exit code 2."""
+    with Metrics(tmp_path) as metrics:
+        for n in (1, 2, 3):
+            metrics.record(step(n))
+    with monkeypatch.context() as patch:
+        for name in ("open_to_append_bytes", "keep_before"):
+            patch.setattr(f"ottava.train.metrics.{name}", Mock(side_effect=OSError(30, "Read-only file system")))
+        with pytest.raises(OSError, match="Read-only"):
+            Metrics(tmp_path, first_step=3)
+        metrics = Metrics(tmp_path, first_step=3, patient=True)
+        metrics.record(step(3, attempt=1))
+        assert [(line["step"], line["attempt"]) for line in metrics.lines()] == [(1, 0), (2, 0), (3, 1)]
+        metrics.rewind(2)
+        metrics.record(step(2, attempt=2))
+        assert [line["step"] for line in read_metrics(metrics.path)] == [1, 2, 3]
+    metrics.record(step(3, attempt=2))
+    assert [(line["step"], line["attempt"]) for line in read_metrics(metrics.path)] == [(1, 0), (2, 2), (3, 2)]
+    metrics.close()
+    assert "are lost" not in caplog.text
+    lost = Metrics(tmp_path, first_step=4)
+    monkeypatch.setattr(lost, "_is_in_place", Mock(side_effect=OSError(30, "Read-only file system")))
+    lost.record(step(4))
+    lost.close()
+    assert "the lines of steps 4 to 4 could not be written, and are lost." in caplog.text
 
 
 def test_what_is_no_file_is_not_replaced(tmp_path):
@@ -306,7 +334,8 @@ def test_weights_and_biases_works_offline(tmp_path):
         sink.record(step(n))
         sink.close()
     runs = list((tmp_path / "wandb").glob("offline-run-*"))
-    assert len({run.name.rsplit("-", 1)[1] for run in runs}) == 1  # one id
+    # offline-run-DATE-ID; a second one of the same second has a number behind that
+    assert len(runs) == 2 and len({run.name.split("-")[3] for run in runs}) == 1
     assert any(file.stat().st_size > 100 for run in runs for file in run.glob("*.wandb"))
 
 

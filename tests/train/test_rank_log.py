@@ -47,3 +47,14 @@ def test_a_full_disk_is_no_reason_to_stop(tmp_path: Path) -> None:
     with RankLog(tmp_path, PLACE, {}):
         rank_log.begin()
         logging.getLogger("ottava").warning("said on the console alone")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no disk that is always full")
+def test_a_disk_that_fills_up_or_becomes_read_only_does_not_change_how_a_run_ends(tmp_path: Path) -> None:
+    """What could not be written was tried again when the file was closed: exit code 1 in the place of 7, or of 0."""
+    with RankLog(tmp_path, PLACE, {}) as log:
+        rank_log.begin()
+        assert log._file is not None
+        log._file.close()
+        log._file = open("/dev/full", "w")  # noqa: SIM115
+        logging.getLogger("ottava").warning("said on the console alone")

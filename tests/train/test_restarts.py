@@ -30,6 +30,17 @@ def test_a_restart_costs_the_time_without_steps_and_the_steps_that_are_done_agai
     assert effective_ratio([], []) is None
 
 
+@pytest.mark.parametrize("hours", [-10, 10])
+def test_seconds_without_a_step_are_counted_by_the_clock_that_stamps_the_files(tmp_path, monkeypatch, hours):
+    write(tmp_path, 10, ago=30.0)
+    now = time.time()
+    monkeypatch.setattr("ottava.train.restarts.time.time", lambda: now + 3600 * hours)  # not the file server's
+    assert 29.0 < note_restart(tmp_path, 1, done=10).down_s < 60.0
+    future = now + 7200  # a clock that was set back
+    os.utime(tmp_path / "metrics.jsonl", (future, future))
+    assert note_restart(tmp_path, 2, done=10).lost_s == 0.0
+
+
 def test_a_run_that_was_stopped_on_purpose_has_lost_nothing(tmp_path):
     write(tmp_path, 10, ago=3600.0)
     (tmp_path / "summary.json").write_text(json.dumps({"outcome": "stopped by SIGTERM"}))

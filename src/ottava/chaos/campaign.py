@@ -163,9 +163,7 @@ class Campaign:
             words += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks)]
         words += ["-m", "ottava.chaos.job", str(path), str(marks)]
         with (self.work / f"{name}.log").open("ab") as log:
-            job = subprocess.Popen(
-                words, stdout=log, stderr=log, start_new_session=True, preexec_fn=ground.enter_network
-            )
+            job = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True, preexec_fn=ground.enter)
         (marks / LAUNCHER_FILE).write_text(str(job.pid))
         return job
 

@@ -6,12 +6,14 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import signal
 import subprocess
 import threading
 from contextlib import suppress
 from pathlib import Path
 
 from ottava.chaos.strike import FILLER, loopback, thaw
+from ottava.checkpoint.stop import SIGNALS
 
 MEGABYTES = 192
 """Of the file system: some checkpoints of a small model."""
@@ -23,7 +25,7 @@ class Ground:
     """The folder of a run, on a file system of its own, as far as that is allowed. Use it in a `with` block.
 
     >>> with Ground(Path("/tmp/chaos/run-3")) as ground:
-    ...     subprocess.Popen(words, preexec_fn=ground.enter_network)
+    ...     subprocess.Popen(words, preexec_fn=ground.enter)
     """
 
     def __init__(self, folder: Path, disk: bool, network: bool) -> None:
@@ -46,8 +48,11 @@ class Ground:
             self._image.unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def enter_network(self) -> None:
-        """In the process of the job, before it begins: a network namespace with nothing but a loopback interface."""
+    def enter(self) -> None:
+        """In the process of the job, before it begins. Signals are heeded, though a shell's background ignores Ctrl-C, and nohup SIGHUP:
+        such a fault would not strike. If the network is to be cut: a namespace with nothing but a loopback interface."""
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
         if self.network:
             unshare(NEW_NETWORK)
             loopback(up=True)

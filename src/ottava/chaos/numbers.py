@@ -78,7 +78,11 @@ def poison(tensor: Tensor, value: float, index: int = 0) -> None:
 
 def _index(memory: Tensor, index: int) -> tuple[int, ...]:
     """Of an element by its number: a view of one dimension would be a copy of a tensor that is not contiguous."""
-    return tuple(int(i) for i in torch.unravel_index(torch.tensor(index), memory.shape)) if memory.dim() else ()
+    return (
+        tuple(int(i) for i in torch.unravel_index(torch.tensor(index, dtype=torch.int64), memory.shape))
+        if memory.dim()
+        else ()
+    )
 
 
 def module_named(model: nn.Module, name: str) -> nn.Module:

@@ -58,7 +58,10 @@ def partners(rank: int, size: int) -> list[int | None]:
 def measure(device: torch.device, rank: int, size: int) -> Facts:
     """Bus bandwidth of collectives, and rates with every partner, in bytes a second. Every rank calls it."""
     count = BYTES[device.type] // 4 // size * size
-    whole, part = torch.ones(count, device=device), torch.ones(count // size, device=device)
+    whole, part = (
+        torch.ones(count, dtype=torch.float32, device=device),
+        torch.ones(count // size, dtype=torch.float32, device=device),
+    )
     share = (size - 1) / size * count * 4
     works: dict[str, tuple[Callable[[], Any], float]] = {
         "all-reduce": (lambda: dist.all_reduce(whole), 2 * share),
@@ -69,7 +72,10 @@ def measure(device: torch.device, rank: int, size: int) -> Facts:
     for name, (work, moved) in works.items():
         facts["collectives"][name] = moved / _best(work, device)
         whole.fill_(1.0)
-    sent, received = torch.ones(count, device=device), torch.empty(count, device=device)
+    sent, received = (
+        torch.ones(count, dtype=torch.float32, device=device),
+        torch.empty(count, dtype=torch.float32, device=device),
+    )
     for peer in partners(rank, size):
         dist.barrier()
         if peer is None:

@@ -23,6 +23,8 @@ RECENT = 50
 LONG = 10.0
 """Times the usual step: without a step for this long, a run is not running, or stalls."""
 LEAST_PAUSE_S = 60.0
+AHEAD_S = 5.0
+"""A file that is younger than now by more than this was stamped by another clock."""
 
 
 @dataclass(frozen=True)
@@ -114,11 +116,17 @@ def run_status(folder: Path, now: float | None = None) -> RunStatus:
         return RunStatus(state=outcome if summary else "starting" if found is None else "failed", **common)
     recent, last = lines[-RECENT:], lines[-1]
     usual = _median(recent, "step_s")
-    silent = max(now - (folder / FILE).stat().st_mtime, 0.0)
+    since = now - (folder / FILE).stat().st_mtime
+    silent = max(since, 0.0)
     ended = outcome if summary.get("step") == last["step"] else None
     running = silent < max(LONG * (usual or 0.0), LEAST_PAUSE_S)
     waits = _median(recent, "communication_s")
     events = [f"step {line['step']}: {line['event']}" for line in lines if line.get("event")]
+    if since < -AHEAD_S:  # whether it runs cannot be told by a clock then
+        ahead = spelled(-since)
+        events.append(
+            f"the last step is {ahead} ahead of this machine's clock, and the times here are wrong: set the clocks"
+        )
     failed = found is not None and found.time >= now - silent  # since the last step
     quiet = "failed" if failed else f"silent for {spelled(silent)}: killed, or it stands still"
     return RunStatus(

@@ -32,13 +32,13 @@ def measure(device: torch.device, seconds: float) -> Facts:
     size = SIZES[device.type]
     facts: Facts = {"device": device.type}
     if device.type == "cpu":
-        a = torch.randn(size, size)
+        a = torch.randn(size, size, dtype=torch.float32)
         facts["float32"], facts["runs"] = _rate(lambda: torch.mm(a, a), device, size, seconds)
         return facts
     half = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     facts["bf16"], _ = _rate(lambda: torch.mm(half, half), device, size, seconds)
     if torch.cuda.get_device_capability(device) >= (8, 9):
-        one, eight = torch.ones(1, device=device), half.to(torch.float8_e4m3fn)
+        one, eight = torch.ones(1, dtype=torch.float32, device=device), half.to(torch.float8_e4m3fn)
         each = torch.nn.functional.ScalingType.TensorWise
 
         def product() -> Any:

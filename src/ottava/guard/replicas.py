@@ -119,7 +119,7 @@ def evidence(disputes: dict[int, Dispute], gather: Gather) -> dict[int, Evidence
     """Of the first disputes, by key, in ranks that hold them. All ranks call it together."""
     found = {}
     for key, dispute in list(disputes.items())[:MOST_TENSORS]:
-        flat = torch.empty(0) if dispute.entry is None else dispute.entry.tensor.detach().reshape(-1)
+        flat = torch.empty(0, dtype=torch.int64) if dispute.entry is None else dispute.entry.tensor.detach().reshape(-1)
         rows = torch.nn.functional.pad(flat, (0, -flat.numel() % ROW)).view(-1, ROW)
         tables = gather(digest_rows(rows).cpu())
         held = [tables[rank] for rank in dispute.digests]

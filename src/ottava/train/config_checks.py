@@ -72,6 +72,9 @@ AT_MOST: dict[tuple[str, str], float] = {
     ("health", "watchdog_start_s"): 10**9,
     ("health", "watchdog_save_s"): 10**9,
 }
+SHORTEST_S = 0.1
+"""Of a watchdog that is on: in less nobody can start, save or do anything else."""
+WATCHDOGS = ("watchdog_s", "watchdog_start_s", "watchdog_save_s")
 MOST = 2**62
 """Of any whole number: torch and the system's clocks count in 64 bits."""
 MANY_LINES = (("train", "sample_prompt"),)
@@ -153,13 +156,15 @@ def _check_values(config: Config) -> None:
 
 
 def _check_homes(config: Config) -> None:
-    """A user without a home folder, as in containers, and one that nobody knows (~somebody)."""
-    cache = "" if config.data.files else config.data.cache
+    """A path that is empty, such as that of a variable that is not set: it would be the current folder. A user without a home folder, as in
+    containers, and one that nobody knows (~somebody)."""
+    cache = "." if config.data.files else config.data.cache
     for where, text in (
         ("train.run", config.train.run),
         ("data.cache", cache),
         ("checkpoint.load", config.checkpoint.load),
     ):
+        _need(bool(text.strip()), f"{where} is empty: write a path.")
         try:
             Path(text).expanduser()
         except RuntimeError as error:
@@ -175,6 +180,9 @@ def _check_numbers(config: Config) -> None:
     for (section, name), least in AT_LEAST.items():
         value = getattr(getattr(config, section), name)
         _need(value is None or value >= least, f"{section}.{name} must be at least {least:g}, got {value}.")
+    for name in WATCHDOGS:
+        value = getattr(config.health, name)
+        _need(not 0 < value < SHORTEST_S, f"health.{name} must be 0 (off) or at least {SHORTEST_S:g} s, got {value}.")
     for section, name in FRACTIONS:
         value = getattr(getattr(config, section), name)
         _need(value is None or 0 <= value <= 1, f"{section}.{name} is a fraction between 0 and 1, got {value}.")

@@ -5,7 +5,10 @@ copy of some step, and every other rank has a copy of its own part of the same s
 where the run goes on, without a disk.
 
     make      each rank copies its part to the host and sends it to the next one; the step before is kept until all have done so
-    restore   the ranks compare what they have; those who have lost their part get it from their neighbour
+    newest    the ranks compare what they have, each having checked that its copies still are what was copied
+    restore   those who have lost their part get it from their neighbour
+
+Copies lie in memory for long and are read when something has just gone wrong: each has digests, made where the state lies.
 
 How often is a question of time: with `share` = 0.01 copies take at most a hundredth of the training time. All ranks find the same
 answer, because they agree on the slowest rank's seconds.
@@ -13,6 +16,7 @@ answer, because they agree on the slowest rank's seconds.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
@@ -28,6 +32,7 @@ from ottava.checkpoint import model_state
 from ottava.checkpoint.boxes import part_of
 from ottava.checkpoint.flat import assign, flatten
 from ottava.checkpoint.run_state import settle
+from ottava.guard.digest import digest, read
 from ottava.notices import leads, log, warn_once
 from ottava.train.world import World
 
@@ -45,9 +50,23 @@ class Copy:
 
     step: int
     about: bytes
-    """JSON: where each tensor lies in `content`, and the plain values."""
+    """JSON: where each tensor lies in `content`, their digests, and the plain values."""
+    seal: int
+    """Of `about`."""
     content: Tensor
     """uint8 [n], on the host."""
+
+    def whole(self) -> bool:
+        """Whether it still is what was copied."""
+        if _seal(self.about) != self.seal:
+            return False
+        about = json.loads(self.about)
+        return read([digest(self.tensor(*place[2:])) for place in about["tensors"]]) == about["digests"]
+
+    def tensor(self, shape: list[int], dtype: str, place: int) -> Tensor:
+        """The one that lies there: a view."""
+        kind: torch.dtype = getattr(torch, dtype.removeprefix("torch."))
+        return self.content[place : place + math.prod(shape) * kind.itemsize].view(kind).view(shape)
 
 
 @dataclass
@@ -57,7 +76,8 @@ class Copies:
     >>> copies = Copies(share=0.01)
     >>> if copies.due(step):
     ...     copies.make(step, world, model, optimizer, step_seconds)
-    >>> copies.restore(world, model, optimizer)      # after a restart in place: the step, or None
+    >>> step = copies.newest(world)                  # after a restart in place; None: there are none
+    >>> copies.restore(step, world, model, optimizer)
     """
 
     share: float
@@ -86,41 +106,43 @@ class Copies:
         size = _end(pieces)
         if not self.own and not self._fits(world, size):
             return
+        digests = [digest(tensor) for _, tensor in pieces]
         # Whoever comes here has got through a whole step since the copies before: they are complete everywhere.
         self._drop_older()
-        mine = Copy(step, about, self._memory(size))
+        content = self._memory(size)
         for place, tensor in pieces:
-            mine.content[place : place + tensor.nbytes].copy_(_bytes(tensor.contiguous()), non_blocking=True)
+            content[place : place + tensor.nbytes].copy_(_bytes(tensor.contiguous()), non_blocking=True)
         if any(tensor.is_cuda for _, tensor in pieces):
             torch.cuda.current_stream().synchronize()
+        sealed = json.dumps(about | {"digests": read(digests)}).encode()
+        mine = Copy(step, sealed, _seal(sealed), content)
         theirs = self._pass_on(mine, world)
         self.own.append(mine)
         self.neighbours.append(theirs)
         self.size = world.size
         seconds, usual = world.max([time.monotonic() - began, step_seconds])
-        self._next = step + max(math.ceil(seconds / (self.share * max(usual, 1e-6))), 1)
+        allowed = max(
+            self.share * max(usual, 1e-6), 1e-12
+        )  # of a share that is nearly 0 the quotient would be infinite
+        self._next = step + max(math.ceil(seconds / allowed), 1)
 
-    def restore(self, world: World, model: nn.Module, optimizer: torch.optim.Optimizer) -> int | None:
-        """Fills model and optimizer from the newest copies of which every rank's part is left: their step; None if there are none.
+    def restore(self, step: int, world: World, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Fills model and optimizer from the copies of `step`, which `newest` has found.
 
         Every rank calls it. The model must be spread over as many ranks as then.
         """
-        step = self.newest(world)
-        if step is None:
-            self.forget()
-            return None
         mine = next((copy for copy in self.own if copy.step == step), None)
         mine = self._give_back(step, mine, world)
         _fill(mine, model, optimizer)
         self.own = [mine]
         self.neighbours = [copy for copy in self.neighbours if copy.step == step]
         self.size, self._next = world.size, step + 1.0  # a new rank has no copy of its neighbour yet
-        return step
 
     def newest(self, world: World) -> int | None:
-        """The newest step of which every rank's part is somewhere; None: there is none. Every rank calls it."""
+        """The newest step of which every rank's part is somewhere, unharmed; None: there is none. Every rank calls it."""
         if self.share <= 0:
             return None
+        self.own, self.neighbours = self._unharmed(self.own, world.rank), self._unharmed(self.neighbours, world.rank)
         mine = [self.size, *_two([copy.step for copy in self.own]), *_two([copy.step for copy in self.neighbours])]
         table = [-1.0] * (5 * world.size)
         table[5 * world.rank : 5 * world.rank + 5] = map(float, mine)
@@ -161,20 +183,32 @@ class Copies:
             return False
         return True
 
+    def _unharmed(self, copies: list[Copy], rank: int) -> list[Copy]:
+        """Those that still are what was copied. Others are told, and left out as if they had been lost."""
+        found = []
+        for copy in copies:
+            if copy.whole():
+                found.append(copy)
+            else:
+                log.warning(
+                    "Rank %d: a copy of step %d in memory is not what was copied: it is not used.", rank, copy.step
+                )
+        return found
+
     # -------------------------------------------------------------------------------------------------------- messages
 
     def _pass_on(self, mine: Copy, world: World) -> Copy:
         """Sends this rank's copy to the next one; the copy of the rank before."""
         apart = distance(world)
         after, before = (world.rank + apart) % world.size, (world.rank - apart) % world.size
-        sizes = torch.tensor([len(mine.about), mine.content.numel()])
+        sizes = torch.tensor([len(mine.about), mine.content.numel(), mine.seal], dtype=torch.int64)
         theirs = torch.empty_like(sizes)
         _exchange(sizes, after, theirs, before)
         about = torch.empty(int(theirs[0]), dtype=torch.uint8)
         _exchange(_from_bytes(mine.about), after, about, before)
         content = self._memory(int(theirs[1]))
         _exchange(mine.content, after, content, before)
-        return Copy(mine.step, about.numpy().tobytes(), content)
+        return Copy(mine.step, about.numpy().tobytes(), int(theirs[2]), content)
 
     def _give_back(self, step: int, mine: Copy | None, world: World) -> Copy:
         """To ranks that have lost their part, from those after them. Returns this rank's own."""
@@ -184,15 +218,15 @@ class Copies:
             holder = (rank + distance(world)) % world.size
             if world.rank == holder:
                 copy = next(c for c in self.neighbours if c.step == step)
-                sizes = torch.tensor([len(copy.about), copy.content.numel()])
+                sizes = torch.tensor([len(copy.about), copy.content.numel(), copy.seal], dtype=torch.int64)
                 work += [dist.isend(t, rank) for t in (sizes, _from_bytes(copy.about), copy.content)]
             if world.rank == rank:
-                sizes = torch.empty(2, dtype=torch.int64)
+                sizes = torch.empty(3, dtype=torch.int64)
                 dist.recv(sizes, holder)
                 about, content = torch.empty(int(sizes[0]), dtype=torch.uint8), self._memory(int(sizes[1]))
                 dist.recv(about, holder)
                 dist.recv(content, holder)
-                mine = Copy(step, about.numpy().tobytes(), content)
+                mine = Copy(step, about.numpy().tobytes(), int(sizes[2]), content)
         for one in work:
             assert one is not None
             one.wait()
@@ -226,8 +260,8 @@ def newest_whole(held: list[tuple[int, list[int], list[int]]], size: int, apart:
 # ------------------------------------------------------------------------------------------------------------------ content
 
 
-def _pieces(state: dict[str, Any]) -> tuple[list[tuple[int, Tensor]], bytes]:
-    """(where each tensor that this rank holds lies in a copy, the tensors; JSON of the same and of the plain values)."""
+def _pieces(state: dict[str, Any]) -> tuple[list[tuple[int, Tensor]], dict[str, Any]]:
+    """(where each tensor that this rank holds lies in a copy, the tensors; names and places of the same, and the plain values)."""
     flat = flatten(state)
     pieces, named, end = [], [], 0
     for name, leaf in flat.tensors.items():
@@ -235,7 +269,7 @@ def _pieces(state: dict[str, Any]) -> tuple[list[tuple[int, Tensor]], bytes]:
             pieces.append((end, view))
             named.append([name, list(offset), list(view.shape), str(view.dtype), end])
             end += -(-view.nbytes // ALIGNED) * ALIGNED
-    return pieces, json.dumps({"tensors": named, "values": flat.values}).encode()
+    return pieces, {"tensors": named, "values": flat.values}
 
 
 def _end(pieces: list[tuple[int, Tensor]]) -> int:
@@ -245,13 +279,13 @@ def _end(pieces: list[tuple[int, Tensor]]) -> int:
 def _fill(copy: Copy, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Model and optimizer get what the copy holds. ValueError if they are not placed as then."""
     state = model_state(model, optimizer) | {"step": 0}
-    pieces, about = _pieces(state)
-    then, now = json.loads(copy.about), json.loads(about)
+    pieces, now = _pieces(state)
+    then = json.loads(copy.about)
     if then["tensors"] != now["tensors"]:
         raise ValueError(f"The copy of step {copy.step} in memory is of a model that is spread otherwise.")
     with torch.no_grad():
-        for place, tensor in pieces:
-            tensor.copy_(copy.content[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        for (_, tensor), place in zip(pieces, then["tensors"]):
+            tensor.copy_(copy.tensor(*place[2:]))
     paths = flatten(state).paths
     for name, value in then["values"].items():
         if name in paths:
@@ -264,6 +298,11 @@ def _fill(copy: Copy, model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
 def _bytes(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor as bytes."""
     return tensor.view(-1).view(torch.uint8)
+
+
+def _seal(about: bytes) -> int:
+    """That fits int64."""
+    return int.from_bytes(hashlib.blake2b(about, digest_size=7).digest())
 
 
 def _from_bytes(content: bytes) -> Tensor:

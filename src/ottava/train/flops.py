@@ -137,7 +137,7 @@ def measure_peak(device: torch.device, plain: str, quantized: str | None, second
 
 def _rate_plain(device: torch.device, precision: str, size: int, seconds: float) -> float:
     dtype = {"bf16": torch.bfloat16, "float32": torch.float32}[precision]
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    a, b = (torch.randn(size, size, dtype=torch.float32, device=device).to(dtype) for _ in range(2))
     return _best_rate(lambda: torch.mm(a, b), device, size, seconds)
 
 
@@ -146,8 +146,8 @@ def _rate_quantized(device: torch.device, precision: str, size: int, seconds: fl
         return _rate_plain(device, "float32", size, seconds)
     if precision != "fp8":
         raise ValueError(f"measure_peak can measure fp8 products on a GPU, not {precision}.")
-    one = torch.ones(1, device=device)
-    a, b = (torch.randn(size, size, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+    one = torch.ones(1, dtype=torch.float32, device=device)
+    a, b = (torch.randn(size, size, dtype=torch.float32, device=device).to(torch.float8_e4m3fn) for _ in range(2))
     tensorwise = torch.nn.functional.ScalingType.TensorWise
 
     def product() -> None:

@@ -8,6 +8,7 @@ so it outlives all of them.
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -46,6 +47,8 @@ PARENT_S = 6.0
 """torchrun gets this long to end after its ranks, where the network is cut."""
 IMPORTED = ("ottava.train.loop", "ottava.checkpoint.directory", "torch._dynamo", "numpy.ma", "numpy.random")
 """Once for all ranks: the loop, and what its first step imports."""
+FILES, FILES_A_RANK = 32, 16
+"""Open files, most of them sockets, that a launcher and each of its ranks have at least: 2 ranks run with 64, and not with 32."""
 Prepare = Callable[[int], None]
 
 
@@ -64,16 +67,41 @@ def launch(config: Config, prepare: Prepare | None = None) -> int:
     if place is not None and not config.health.restarts:
         return _be_rank(config, place, prepare)
     start_s = config.health.watchdog_start_s if config.health.watchdog_s else 0.0
+    try:
+        tempfile.gettempdir()  # torch asks for it, too
+    except OSError as error:
+        return _refuse(error)
     nursery = Nursery(*IMPORTED, start_s=start_s or None)  # first of all: this process has no threads yet
+    count = local_ranks(config.parallel.ranks) if place is None else 1
+    try:
+        allow_open_files(FILES + FILES_A_RANK * count)
+        notes = tempfile.TemporaryDirectory(prefix="ottava-")  # never on the disk of the run, which may be full
+    except OSError as error:
+        return _refuse(error)
     if place is None:
-        count = local_ranks(config.parallel.ranks)
         store, kept = serve_store(), config.health.restarts > 0
         places = [Place(rank, count, rank, count, LOOPBACK, store.port, kept) for rank in range(count)]
     else:
         store, host = shared_store(place)
         places = [replace(place, host=host, port=store.port, kept=True)]
-    with tempfile.TemporaryDirectory(prefix="ottava-") as folder:  # never on the disk of the run, which may be full
+    with notes as folder:
         return Launcher(config, places, store, nursery, Path(folder), prepare, child=place is not None).run()
+
+
+def _refuse(error: OSError) -> int:
+    say(f"ottava train: {error}", sys.stderr)
+    return exits.WRONG_USAGE
+
+
+def allow_open_files(wanted: int) -> None:
+    """OSError if this process may not have so many files open, and cannot allow itself to: ranks that find no more sockets wait for each
+    other until the watchdog ends them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        raise OSError(f"{hard} files may be open here at a time, and {wanted} are needed: raise the limit (ulimit -n).")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _be_rank(config: Config, place: Place, prepare: Prepare | None) -> int:
@@ -146,9 +174,10 @@ def _keep_traceback(config: Config, rank: int) -> None:
     from ottava.train import lock
 
     folder = config.run_folder
-    if folder.is_dir() and lock.read(folder / lock.FILE) is None:
-        with suppress(OSError), open_anew(folder / f"error-rank-{rank}.txt") as file:
-            file.write(traceback.format_exc())
+    with suppress(OSError):  # of a name that is too long, or a folder that is locked, not even this can be asked
+        if folder.is_dir() and lock.read(folder / lock.FILE) is None:
+            with open_anew(folder / f"error-rank-{rank}.txt") as file:
+                file.write(traceback.format_exc())
 
 
 # ------------------------------------------------------------------------------------------------------------- the launcher
@@ -197,6 +226,8 @@ class Launcher:
             files = {seat: self._folder / f"{seat}.txt" for seat in self.ranks}
             texts = {seat: path.read_text(encoding="utf-8") for seat, path in files.items() if path.is_file()}
             say(_report(first, code, texts), sys.stderr)
+            if self._signals.requested:
+                say_what_is_lost(self._config.run_folder)
         settle()
         if self._child and code == exits.STALLED and self._keeper.cut_off:
             end_later(os.getppid(), PARENT_S)
@@ -354,6 +385,25 @@ def _code(exitcode: int | None) -> int:
     """As a shell sees it: 128 + n for signal n."""
     assert exitcode is not None
     return 128 - exitcode if exitcode < 0 else exitcode
+
+
+def say_what_is_lost(folder: Path) -> None:
+    """After a save that a signal asked for, and in which a rank has ended: steps that are in no checkpoint. The disk may hang, too."""
+    from ottava.checkpoint.storage import storage_at
+    from ottava.train.run_folder import last_step
+    from ottava.train.watchdog import SAY_S, within
+
+    def look() -> None:
+        saved = max((step for step, _ in storage_at(folder / "checkpoints").candidates()), default=0)
+        done = last_step(folder)
+        if done > saved:
+            say(
+                f"ottava train: the save that was asked for is not complete: steps {saved + 1} to {done} are lost, and the next start "
+                f"goes on from step {saved}.",
+                sys.stderr,
+            )
+
+    within(SAY_S, look, quiet=True)
 
 
 def _report(first: int, code: int, texts: dict[int, str]) -> str:

@@ -87,8 +87,9 @@ class RunLock:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
+            found = "a link that leads nowhere" if self.folder.is_symlink() else "a file"
             raise ValueError(
-                f"train.run is {self.folder}, but there is a file in its place: choose another folder."
+                f"train.run is {self.folder}, but there is {found} in its place: choose another folder."
             ) from error
         except OSError as error:
             raise ValueError(

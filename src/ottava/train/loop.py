@@ -481,7 +481,7 @@ class Loop:
         if (
             self.health.rollbacks and self._back_at is not None
         ):  # twice from the same place: what lies there is not good
-            self.state.checkpoints.rotten.add(self._back_at)
+            self.state.distrust(self._back_at)
             loaded = self.state.load(below=self._back_at)
         loaded = loaded or self.state.load()
         if loaded is None and not intact:
@@ -519,7 +519,7 @@ class Loop:
             if loaded := self.state.load(above=step, below=come_to + 1):
                 self.copies.forget()
                 return self._resume(loaded)
-        self.copies.restore(self.world, self.model.module, self.optimizer)
+        self.copies.restore(step, self.world, self.model.module, self.optimizer)
         self.say(f"Going on from the copies in memory: {step} of {self.config.train.steps} steps are done.")
         return step
 

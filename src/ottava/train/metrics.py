@@ -13,10 +13,10 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from ottava.checkpoint.names import sync_directory
-from ottava.notices import warn_once
+from ottava.notices import log, warn_once
 from ottava.untrusted.files import MOST_LINE_BYTES, open_to_append_bytes, read_lines
 
 FILE = "metrics.jsonl"
@@ -117,12 +117,13 @@ class Metrics:
     """Writes RUN/metrics.jsonl and tells the sinks. On one rank only. Nothing that fails here stops a run.
 
     first_step: the step that comes next; lines of this and later steps, from before a restart, are dropped.
+    patient: a disk that does not let us now may do so later. Without it OSError is raised.
 
         >>> with Metrics(Path("runs/debug"), sinks=[Console()]) as metrics:
         ...     metrics.record(step_metrics)
     """
 
-    def __init__(self, run: Path, sinks: Iterable[Sink] = (), first_step: int = 1) -> None:
+    def __init__(self, run: Path, sinks: Iterable[Sink] = (), first_step: int = 1, patient: bool = False) -> None:
         self.path = run / FILE
         self.sinks = list(sinks)
         self.newest: StepMetrics | None = None
@@ -131,9 +132,14 @@ class Metrics:
         """What the disk has not taken yet: lines, the first of which may be there in part."""
         self._waiting: list[StepMetrics] = []
         """The same, as they were recorded."""
+        self._file: BinaryIO | None = None
+        self._cut: int | None = first_step
+        """Lines of this step and later ones are to be dropped, before another is written; None: they were."""
         run.mkdir(parents=True, exist_ok=True)
-        keep_before(self.path, first_step)
-        self._file = open_to_append_bytes(self.path)
+        if patient:
+            self._write()
+        else:
+            self._cut_and_open()
 
     def record(self, metrics: StepMetrics) -> None:
         """One step. The line is in the file when this returns, so that it outlives a killed process; or it is tried with the next."""
@@ -144,8 +150,19 @@ class Metrics:
         for sink in list(self.sinks):
             self._tell(sink, lambda: sink.record(metrics))  # noqa: B023
 
+    def _cut_and_open(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if self._cut is not None:
+            keep_before(self.path, self._cut)  # and the part of a line that a full disk took
+        self._file, self._cut = open_to_append_bytes(self.path), None
+
     def _write(self) -> None:
         try:
+            if self._cut is not None or self._file is None:
+                self._cut_and_open()
+            assert self._file is not None
             if self._unwritten and not self._is_in_place():
                 self._open_anew()
             while self._unwritten:
@@ -158,6 +175,7 @@ class Metrics:
 
     def _is_in_place(self) -> bool:
         """Whether the file that is written is the one that others find: somebody may have removed or moved it, or its folder."""
+        assert self._file is not None
         try:
             return os.path.samestat(os.fstat(self._file.fileno()), os.lstat(self.path))
         except FileNotFoundError:
@@ -167,6 +185,7 @@ class Metrics:
         warn_once(
             f"{self.path} was removed or replaced under the run: lines go on in the file of that name, those before are not in it."
         )
+        assert self._file is not None
         file = open_to_append_bytes(self.path)
         self._file.close()
         self._file = file
@@ -184,26 +203,30 @@ class Metrics:
     def lines(self) -> list[dict[str, Any]]:
         """Of all steps, also those that the disk has not taken."""
         waiting = [json.loads(metrics.line()) for metrics in self._waiting]
-        first = waiting[0]["step"] if waiting else math.inf
+        first = min(waiting[0]["step"] if waiting else math.inf, math.inf if self._cut is None else self._cut)
         written = read_metrics(self.path) if self.path.is_file() else ()
         return [line for line in written if line["step"] < first] + waiting
 
     def rewind(self, first_step: int) -> None:
         """The step that comes next is `first_step` (again): later lines are dropped."""
         self._write()
-        self._file.close()
-        keep_before(self.path, first_step)  # and the part of a line that a full disk took
-        there = {line["step"] for line in read_metrics(self.path)} if self.path.is_file() else set()
+        self._cut = first_step if self._cut is None else min(self._cut, first_step)
+        lines = read_metrics(self.path) if self.path.is_file() else ()
+        there = {line["step"] for line in lines if line["step"] < self._cut}
         self._waiting = [
             metrics for metrics in self._waiting if metrics.step < first_step and metrics.step not in there
         ]
         self._unwritten = "".join(f"{metrics.line()}\n" for metrics in self._waiting).encode()
-        self._file = open_to_append_bytes(self.path)
+        self._write()
 
     def close(self) -> None:
         """Closes file and sinks."""
         self._write()
-        self._file.close()
+        if self._waiting:
+            steps = f"{self._waiting[0].step} to {self._waiting[-1].step}"
+            log.warning("%s: the lines of steps %s could not be written, and are lost.", self.path, steps)
+        if self._file is not None:
+            self._file.close()
         for sink in list(self.sinks):
             self._tell(sink, sink.close)
 

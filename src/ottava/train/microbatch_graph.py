@@ -84,7 +84,7 @@ class MicrobatchGraphs:
     def __init__(self, model: DistributedModel, run: Run, recorder: Recorder, device: torch.device) -> None:
         self._model, self._work, self._recorder = model, run, recorder
         self._parameters = [p for p in model.module.parameters() if p.requires_grad]
-        self._weight = torch.zeros((), device=device)
+        self._weight = torch.zeros((), dtype=torch.float32, device=device)
         self._static: Batch | None = None
         self._steps = 0
         self._graphed = self._adds = False

@@ -110,4 +110,7 @@ class RankLog(logging.Handler):
             self._write(END)
         if self._catches_crashes:
             faulthandler.disable()  # its file goes
-        self._file.close()
+        with suppress(
+            OSError
+        ):  # what could not be written is tried once more: a disk that is full or read-only does not end the run
+            self._file.close()

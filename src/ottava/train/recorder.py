@@ -149,7 +149,7 @@ class Recorder:
         self._attempt = next_attempt(self.config.run_folder)
         in_place = self.world.generation > 0
         note_restart(self.config.run_folder, self._attempt, done, self.world.cause, in_place)
-        return Metrics(self.config.run_folder, _sinks(self.config), first_step=done + 1)
+        return Metrics(self.config.run_folder, _sinks(self.config), first_step=done + 1, patient=in_place)
 
     def lines(self) -> list[dict[str, Any]]:
         """Of all steps of the run so far. In the leading rank."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -63,7 +64,7 @@ def note_restart(folder: Path, attempt: int, done: int, cause: str = "", in_plac
     last = lines[-1]["step"] if lines else 0
     changed = path.stat().st_mtime
     planned = not in_place and _ended_well(folder, changed)
-    down = 0.0 if planned else max(time.time() - changed, 0.0)
+    down = 0.0 if planned else max(_now(folder / FILE) - changed, 0.0)
     redone = math.fsum(float(line.get("step_s") or 0.0) for line in lines if line["step"] > done)
     found = Restart(
         attempt, cause or ("started again" if not planned else "continued"), in_place, planned, last, done, down, redone
@@ -74,6 +75,16 @@ def note_restart(folder: Path, attempt: int, done: int, cause: str = "", in_plac
     except OSError as error:
         warn_once(f"{folder / FILE} cannot be written: {error.strerror}.")
     return found
+
+
+def _now(path: Path) -> float:
+    """By the clock that stamps the files of the run, which may be a file server's, hours from ours; ours where nothing can be written."""
+    try:
+        with open_to_append(path) as file:
+            os.utime(file.fileno())
+            return os.fstat(file.fileno()).st_mtime
+    except OSError:
+        return time.time()
 
 
 def _ended_well(folder: Path, changed: float) -> bool:

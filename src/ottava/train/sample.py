@@ -42,7 +42,7 @@ def generate(
     try:
         for _ in range(count):
             beat()
-            window = torch.tensor([tokens[-max_length:]], device=device)
+            window = torch.tensor([tokens[-max_length:]], dtype=torch.int64, device=device)
             length = window.shape[1]
             logits = model(pad(window, (0, -length % multiple)))[0, length - 1].float().cpu()
             if temperature == 0:

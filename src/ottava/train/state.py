@@ -22,11 +22,14 @@ from ottava.checkpoint import (
     load_model_state,
     model_state,
 )
+from ottava.checkpoint.directory import LocalStorage
 from ottava.checkpoint.errors import listed
+from ottava.checkpoint.names import DISTRUSTED, directory_name
 from ottava.checkpoint.storage import Folder, storage_at
 from ottava.models import LlamaConfig
 from ottava.models.hf_files import DESCRIBED, described
 from ottava.models.hf_llama import config_from_hf
+from ottava.notices import warn_once
 from ottava.train.config import Config
 from ottava.train.exits import NonFinite
 from ottava.train.model import DistributedModel
@@ -125,12 +128,35 @@ class RunState:
             assert loaded is not None
             bad = self._non_finite(model_state(self.model.module, self.optimizer))
             if not bad:
-                return replace(loaded, rejected=tuple(rejected))
+                return replace(loaded, rejected=(*self._passed_over(loaded.step), *rejected))
             rejected.append(Rejected(str(loaded.path), f"{listed(bad, 4)} is not finite."))
             checkpoints.rotten.add(step)
         if rejected:
             raise NoUsableCheckpoint.of(str(checkpoints.storage.path), rejected)
         return None
+
+    def distrust(self, step: int) -> None:
+        """The run goes back behind this checkpoint, because what follows from it was no good twice: the next start shall not begin with it
+        either. It stays, and is taken when no other is left: the data or the learning rate may have been to blame."""
+        self.checkpoints.rotten.add(step)
+        storage = self.checkpoints.storage
+        if self.checkpoints.team.rank == 0 and isinstance(storage, LocalStorage):
+            try:
+                storage.distrust(step)
+            except OSError as error:  # a full disk: this process knows it all the same
+                warn_once(f"{storage.folder(directory_name(step)).path} cannot be marked: {error.strerror}.")
+
+    def _passed_over(self, taken: int) -> list[Rejected]:
+        """Newer checkpoints that some run went back behind. In rank 0, which tells of them."""
+        storage = self.checkpoints.storage
+        if self.checkpoints.team.rank or not isinstance(storage, LocalStorage):
+            return []
+        why = "the run went back behind it (remove the file {}{} beside it, and it is trusted again)."
+        return [
+            Rejected(str(folder.path), why.format(folder.name, DISTRUSTED))
+            for step, folder in storage.candidates()
+            if step > taken and storage.distrusted(step)
+        ]
 
     def _steps(self, below: int | None, above: int) -> list[int]:
         """Of everything that is called a checkpoint, newest first. In rank 0."""

@@ -189,7 +189,7 @@ class World:
         if self.size == 1:
             return [rows]
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([rows.shape[0]]))
+        dist.all_gather(lengths, torch.tensor([rows.shape[0]], dtype=torch.int64))
         longest = max(int(length) for length in lengths)
         padded = rows.new_zeros(longest, *rows.shape[1:])
         padded[: rows.shape[0]] = rows
