@@ -100,7 +100,7 @@ def broadcast(value: Any, group: Group = None) -> Any:
     {'step': 3}
     """
     data = _tensor(encode(value)) if dist.get_rank() == 0 else torch.empty(0, dtype=torch.uint8)
-    size = torch.tensor([data.numel()])
+    size = torch.tensor([data.numel()], dtype=torch.int64)
     dist.broadcast(size, 0, group=group)
     data = data if dist.get_rank() == 0 else torch.empty(int(size), dtype=torch.uint8)
     dist.broadcast(data, 0, group=group)
@@ -126,7 +126,7 @@ def scatter(values: Sequence[Any], group: Group = None) -> Any:
     """
     parts = [_tensor(encode(value)) for value in values] if dist.get_rank() == 0 else []
     count = dist.get_world_size(group)
-    sizes = torch.tensor([part.numel() for part in parts] if parts else [0] * count)
+    sizes = torch.tensor([part.numel() for part in parts] if parts else [0] * count, dtype=torch.int64)
     dist.broadcast(sizes, 0, group=group)
     most, mine = int(sizes.max()), int(sizes[dist.get_rank(group)])
     data = torch.empty(most, dtype=torch.uint8)
@@ -148,7 +148,7 @@ def all_gather(value: Any, group: Group = None, device: torch.device | str = "cp
 
 def _sizes(data: Tensor, group: Group) -> list[int]:
     found = [torch.empty(1, dtype=torch.int64, device=data.device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, torch.tensor([data.numel()], device=data.device), group=group)
+    dist.all_gather(found, torch.tensor([data.numel()], dtype=torch.int64, device=data.device), group=group)
     return [int(size) for size in found]
 
 

@@ -21,7 +21,7 @@ import ottava
 import ottava.recipe as recipe
 from ottava import torch_private
 from ottava.distributed import ParallelPlan, meshes_of, parallelize, whole_state
-from ottava.distributed.whole import clean_name
+from ottava.distributed.whole import modules_of
 from ottava.models.gpt import GPT, GPTConfig
 from ottava.models.llama import Llama, LlamaConfig
 from ottava.nn.base import QuantizedModule
@@ -82,7 +82,8 @@ def batch_of(step: int, size: int) -> Tensor:
 
 def scales(model: nn.Module) -> dict[str, Tensor]:
     """Delayed scaling's state, and the scales of weights that travel as bytes: what all ranks of the weight group share."""
-    found = {clean_name(n): b.clone() for n, b in model.named_buffers() if "delayed." in n and "history" not in n}
+    buffers = {f"{path}.{n}": b for path, m in modules_of(model) for n, b in m.named_buffers(recurse=False)}
+    found = {n: b.clone() for n, b in buffers.items() if "delayed." in n and "history" not in n}
     for name, parameter in model.named_parameters():
         local = torch_private.local_tensor(parameter) if isinstance(parameter, DTensor) else parameter
         if isinstance(local, Weight) and local.memory.group.scale.numel():

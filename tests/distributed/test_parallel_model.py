@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
 import ottava
 from distributed.parity import RECIPES, SEED, batch_of, build
@@ -178,6 +179,24 @@ def test_mistakes_are_named(four_ranks: Ranks) -> None:
     for said in four_ranks.run(mistakes, timeout=120.0):
         for sentence, word in zip(said, words, strict=True):
             assert word in sentence, (sentence, word)
+
+
+def backward_outside(keep_gathered: bool) -> tuple[bool, bool]:
+    """(whether FSDP2 finishes a backward pass that comes after `gradient_sync(on=False)`, and whether it frees the weights then)."""
+    made = Llama(LlamaConfig(64, 64, 128, layers=1, heads=4, kv_heads=2), device="meta")
+    model = parallelize(made, ParallelPlan(dp_shard=4, param_dtype=torch.float32))
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    with gradient_sync(model, False, keep_gathered):
+        model(tokens, tokens).backward()
+    model(tokens, tokens).backward()
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    finishes = all(unit._get_fsdp_state()._state_ctx.is_last_backward for unit in units)
+    return finishes, all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("keep_gathered", [False, True])
+def test_a_backward_pass_after_gradient_sync_is_the_last_one(four_ranks: Ranks, keep_gathered: bool) -> None:
+    assert four_ranks.run(backward_outside, keep_gathered) == [(True, True)] * 4
 
 
 def test_parallelize_needs_a_process_group() -> None:

@@ -13,12 +13,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 import ottava
 from distributed.ranks import Ranks
 from distributed.tp_ranks import RECIPES, error, local
 from ottava import recipe
-from ottava.distributed import model_parallel_seed, split_tensors, use_tracker
+from ottava.checkpoint.placement import placed_parameters
+from ottava.distributed import clip_grad_norm_, model_parallel_seed, split_tensors, use_tracker, whole_state
+from ottava.distributed.vocabulary import VocabParallelEmbedding, VocabParallelHead, vocab_parallel_cross_entropy
 from ottava.notices import warn_once
 from ottava.overlap import collectives
 
@@ -35,6 +38,67 @@ def tp_mesh() -> DeviceMesh:
 
 def of_all_ranks(x: Tensor) -> list[Tensor]:
     return list(collectives.all_gather(x.detach().unsqueeze(0), dist.group.WORLD))
+
+
+# -------------------------------------------------------------------------------------------------------- heads of a rank
+
+
+def alibi(group: bool) -> tuple[Tensor, Tensor]:
+    """(what attention with ALiBi gives for this rank's heads, what it gives there in one process)."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(6, 2, 4, 8) for _ in range(3))
+    whole = ottava.DotProductAttention(4, 8, device="cpu")(q, k, v, core_attention_bias_type="alibi")
+    size, rank = dist.get_world_size(), dist.get_rank()
+    if group:
+        module = ottava.DotProductAttention(4, 8, tp_group=dist.group.WORLD, device="cpu")
+    else:
+        module = ottava.DotProductAttention(4, 8, device="cpu")
+        module.set_device_mesh(tp_mesh())
+    own = [x.chunk(size, dim=2)[rank] for x in (q, k, v)]
+    return module(*own, core_attention_bias_type="alibi"), whole.chunk(size, dim=-1)[rank]
+
+
+@pytest.mark.parametrize("group", [True, False])
+def test_alibi_knows_which_heads_a_rank_has(ranks: Ranks, group: bool) -> None:
+    for found, expected in ranks.run(alibi, group):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_alibi_without_a_group_asks_for_it() -> None:
+    module, q = ottava.DotProductAttention(4, 8, tp_size=2, device="cpu"), torch.randn(6, 1, 2, 8)
+    with pytest.raises(ValueError, match="which 2 it has: call set_tensor_parallel_group"):
+        module(q, q, q, core_attention_bias_type="alibi")
+    with pytest.raises(ValueError, match=r"must be \[2\] or \[batch, 2\], one for each head of this rank, got \(4,\)"):
+        module(q, q, q, core_attention_bias_type="alibi", alibi_slopes=torch.ones(4))
+
+
+def sinks() -> tuple[float, float, list[float], Any]:
+    """(norm of the gradients that this rank finds, that of one process, all sinks, the box of this rank's) with plain tensors."""
+    torch.manual_seed(0)
+    whole = ottava.DotProductAttention(4, 8, softmax_type="learnable", device="cpu")
+    part = ottava.DotProductAttention(4, 8, softmax_type="learnable", tp_group=dist.group.WORLD, device="cpu")
+    size, rank = dist.get_world_size(), dist.get_rank()
+    q, k, v = (torch.randn(6, 2, 4, 8) for _ in range(3))
+    whole(q, k, v).square().sum().backward()
+    part(*(x.chunk(size, dim=2)[rank] for x in (q, k, v))).square().sum().backward()
+    with torch.no_grad():
+        part.softmax_offset.fill_(rank)  # type: ignore[union-attr, operator]
+    assert whole.softmax_offset is not None and whole.softmax_offset.grad is not None
+    (placed,) = placed_parameters(part)
+    norm = clip_grad_norm_(part, float("inf"))
+    return (
+        float(norm),
+        float(whole.softmax_offset.grad.norm()),
+        whole_state(part)["softmax_offset"].tolist(),
+        placed.boxes,
+    )
+
+
+def test_learnable_sinks_are_parts_of_one_vector_to_norms_and_checkpoints(ranks: Ranks) -> None:
+    for rank, (norm, expected, values, boxes) in enumerate(ranks.run(sinks)):
+        assert norm == pytest.approx(expected, rel=1e-6)
+        assert values == [0.0, 0.0, 1.0, 1.0]
+        assert boxes == (((2 * rank,), (2,)),)
 
 
 # ------------------------------------------------------------------------------------------------------------------ dropout
@@ -292,6 +356,43 @@ class Holder(nn.Module):
         self.scale, self.linear = nn.Parameter(torch.ones(1)), nn.Linear(4, 4)
 
 
+class Words(nn.Module):
+    """Words, a layer that splits tokens, and `between`, which nobody has told."""
+
+    def __init__(self, between: nn.Module, by_name: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = VocabParallelEmbedding(32, 64, device="cpu")
+        self.mlp = ottava.LayerNormMLP(64, 64, set_parallel_mode=True, device="cpu")
+        self.between, self.by_name = between, by_name
+        self.head = VocabParallelHead(32, 64, device="cpu")
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.mlp(self.embedding(tokens))
+        x = self.between(input=x) if self.by_name else self.between(x)
+        return vocab_parallel_cross_entropy(self.head(x), tokens, self.head.group)
+
+
+def gain_gradients(spread_by_torch: bool) -> tuple[Tensor, Tensor]:
+    """(the gradient of a gain of torch's LayerNorm on tensor-parallel ranks, that in one process)."""
+    model, tokens = Words(nn.LayerNorm(64), by_name=not spread_by_torch), torch.arange(16).view(8, 2)
+    model(tokens).backward()
+    expected = model.between.weight.grad.clone()  # type: ignore[union-attr, operator]
+    model.zero_grad()
+    mesh = tp_mesh()
+    if spread_by_torch:
+        parallelize_module(model.between, mesh, SequenceParallel(sequence_dim=0, use_local_output=True))
+    split_tensors(model, mesh, sequence_parallel=spread_by_torch)
+    model(tokens).backward()
+    return model.between.weight.grad.full_tensor(), expected  # type: ignore[union-attr, operator]
+
+
+@pytest.mark.parametrize("spread_by_torch", [True, False])
+def test_a_norm_of_torch_has_the_gradient_of_all_tokens(ranks: Ranks, spread_by_torch: bool) -> None:
+    for found, expected in ranks.run(gain_gradients, spread_by_torch):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 MISTAKES: dict[str, tuple[Callable[[DeviceMesh], Any], list[str]]] = {
     "heads": (
         lambda mesh: ottava.TransformerLayer(48, 64, 3, set_parallel_mode=True, device="cpu").set_device_mesh(mesh),
@@ -302,6 +403,14 @@ MISTAKES: dict[str, tuple[Callable[[DeviceMesh], Any], list[str]]] = {
             64, 4, num_gqa_groups=1, set_parallel_mode=True, device="cpu"
         ).set_device_mesh(mesh),
         ["num_gqa_groups", "2"],
+    ),
+    "spread tokens, and a norm of torch": (
+        lambda mesh: split_tensors(Words(nn.LayerNorm(64)), mesh, sequence_parallel=True),
+        ["between (LayerNorm) does not know it", "weight, bias by its own tokens", "ottava.LayerNorm", "SequenceParallel"],
+    ),
+    "spread tokens, and a product that is not split": (
+        lambda mesh: split_tensors(Words(nn.Sequential(_linear(64))), mesh, sequence_parallel=True),
+        ["between.0 (Linear) does not know it", "parallel_mode"],
     ),
     "ffn": (
         lambda mesh: ottava.LayerNormMLP(64, 33, set_parallel_mode=True, device="cpu").set_device_mesh(mesh),

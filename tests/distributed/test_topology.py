@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ottava.distributed.plan import ParallelPlan
 from ottava.distributed.topology import Finding, Launch, Machine, check_model, check_topology, enforce
+from ottava.models import GPTConfig, LlamaConfig
 
 NODE = Machine(gpus_per_node=8)
 FOUR_NODES = Machine(gpus_per_node=8, nodes=4)
@@ -86,6 +87,21 @@ def test_model_sizes_that_tp_does_not_divide(change: dict[str, int], words: list
     expect(check_topology(ParallelPlan(tp=4), config, NODE), "error", *words)
     expect(check_topology(ParallelPlan(tp=4), SimpleNamespace(**config), NODE), "error", *words)
     assert check_topology(ParallelPlan(), config, NODE) == []
+
+
+def test_our_own_models_are_told_their_own_fields() -> None:
+    gpt, llama = GPTConfig(vocab_size=256, max_length=32), LlamaConfig(vocab_size=256, kv_heads=8)
+    said = [f.message for f in check_topology(ParallelPlan(tp=3), gpt, Machine(3))]
+    assert len(said) == 2
+    assert "padded_vocab_size=256" in said[0] and "set pad_vocab_to to a multiple of 3, or take tp=2" in said[0]
+    assert "learned positions; 2 left over): set max_length to 33, or take tp=2" in said[1]
+    said = [f.message for f in check_topology(ParallelPlan(tp=3), llama, Machine(3))]
+    assert [text.split("=")[1].split()[-1] for text in said] == [
+        "heads",
+        "kv_heads",
+        "ffn_hidden_size",
+        "padded_vocab_size",
+    ]
 
 
 def test_names_of_other_configurations() -> None:

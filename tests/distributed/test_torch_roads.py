@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import ottava
@@ -287,6 +289,20 @@ def other_shards_after_forward_are_refused() -> None:
             torch.optim.SGD(each.parameters(), lr=10.0).step()
         found = {name: p.detach().full_tensor() for name, p in model.named_parameters()}
         assert equal(found, values(alone)), type(asked).__name__
+
+
+def rows_handed_out_are_refused() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with ottava.quantized_model_init(recipe=recipe.Float8CurrentScaling()):
+        layer = ottava.Linear(64, 64, device="cpu")
+    with pytest.raises(ValueError, match=r"Linear.weight is stored in FP8.*call set_device_mesh\(mesh\) of its module"):
+        distribute_tensor(layer.weight, mesh, [Shard(0)])
+    values = layer.weight.detach().dequantize()
+    assert torch.equal(distribute_tensor(values, mesh, [Shard(0)]).full_tensor(), values)
+
+
+def test_a_stored_weight_that_distribute_tensor_cuts_says_who_cuts_it(four_ranks: Ranks) -> None:
+    four_ranks.run(rows_handed_out_are_refused)
 
 
 def test_a_number_of_ranks_to_reshard_to_is_refused(four_ranks: Ranks) -> None:

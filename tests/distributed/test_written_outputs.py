@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 import ottava
 from distributed.fsdp_cases import RECIPES
 from distributed.ranks import Ranks
+from ottava.models import Llama, LlamaConfig
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "Linear": lambda: ottava.Linear(64, 64, device="cpu"),
@@ -69,3 +71,24 @@ def test_an_output_that_backward_needs_is_not_changed_in_silence() -> None:
         normalized *= 2
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             (y.sum() + normalized.sum()).backward()
+    for module in (ottava.LayerNormLinear(64, 64, device="cpu"), ottava.LayerNormMLP(64, 128, device="cpu")):
+        y, total = module(x, residual=torch.randn(8, 4, 64))
+        total *= 2
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            (y.sum() + total.sum()).backward()
+
+
+def warned() -> list[str]:
+    """What torch says of a model whose layers leave their residual to the next one's norm."""
+    model = Llama(LlamaConfig(64, 64, 128, 2, 2, 2, 32), device="cpu")
+    for unit in (*model.layers, model):
+        fully_shard(unit, mesh=init_device_mesh("cpu", (4,)))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        tokens = torch.zeros(1, 32, dtype=torch.int64)
+        model(tokens, tokens).backward()
+    return [str(warning.message) for warning in found if "view" in str(warning.message)]
+
+
+def test_layers_return_no_views(four_ranks: Ranks) -> None:
+    assert four_ranks.run(warned) == [[]] * 4

@@ -22,7 +22,7 @@ from distributed.parity import RECIPES, SEED, build, run_steps, run_steps_alone
 from ottava import torch_private
 from ottava.distributed import ParallelPlan, meshes_of, parallelize
 from ottava.distributed.topology import Machine
-from ottava.distributed.whole import clean_name
+from ottava.distributed.whole import modules_of
 from ottava.nn.initialize import materialize_
 
 PLANS: dict[str, dict[str, Any]] = {
@@ -77,9 +77,9 @@ def on_ranks(plan: str, width: int, recipe: str, batch: int, device: str, lr: fl
 def held(model: nn.Module) -> Pieces:
     """Copies of what this rank has. Gathering would be simpler, but DTensor's gather of CUDA tensors through gloo crashes in torch 2.11."""
     found: Pieces = []
-    for path, module in model.named_modules():
+    for path, module in modules_of(model):
         for name, parameter in module.named_parameters(recurse=False):
-            full_name = clean_name(f"{path}.{name}")
+            full_name = f"{path}.{name}".strip(".")
             if not isinstance(parameter, DTensor):
                 found.append((full_name, (slice(None),), parameter.detach().float().cpu().clone()))
                 continue

@@ -25,7 +25,7 @@ def gradient_sync(model: nn.Module, on: bool, keep_gathered: bool = False) -> It
 
     Takes what `parallelize` returns; both forward and backward of a microbatch belong inside. While off, FSDP2 adds up whole gradients in
     its reduce type, which takes the memory of an unsharded gradient. keep_gathered: it keeps weights gathered from one microbatch to the
-    next, too, instead of gathering them for each.
+    next, too, instead of gathering them for each. Outside of it a backward pass reduces, and frees what was gathered.
 
         >>> for i, batch in enumerate(microbatches):
         ...     with gradient_sync(model, on=i == len(microbatches) - 1):
@@ -46,6 +46,9 @@ def gradient_sync(model: nn.Module, on: bool, keep_gathered: bool = False) -> It
     finally:
         for module in sharded:
             module.set_requires_gradient_sync(True, recurse=False)
+            module.set_is_last_backward(True)
+            if keep_gathered:
+                module.set_reshard_after_backward(True, recurse=False)
 
 
 @torch.no_grad()

@@ -205,7 +205,7 @@ def _to_local_tensors(model: nn.Module) -> None:
 
     local: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if isinstance(parameter, DTensor):
                 if parameter not in local:
                     own = parameter.to_local().detach()

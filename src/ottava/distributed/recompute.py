@@ -18,13 +18,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ottava import torch_private
+from ottava.distributed.plan import RECOMPUTE as MODES
 from ottava.distributed.shares import Share
 from ottava.nn import LayerNormLinear, LayerNormMLP, Linear, MultiheadAttention, TransformerLayer
 from ottava.nn.random_replay import replayed
 from ottava.quant.recompute import RECOMPUTE
 from ottava.quant.state import CURRENT
-
-MODES = ("none", "selective", "full")
 
 
 def checkpoint(

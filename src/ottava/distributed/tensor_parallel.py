@@ -22,7 +22,7 @@ from ottava.nn.base import QuantizedModule
 from ottava.nn.operand import Operand, token_dims
 from ottava.nn.options import OverlapOptions, ParallelOptions
 from ottava.nn.product import Product
-from ottava.nn.strategy import ALONE, Layout, Operands, Strategy, add_by_group
+from ottava.nn.strategy import ALONE, Layout, Operands, Strategy, add_by_group, nothing
 from ottava.notices import warn_once
 from ottava.overlap import collectives, opaque
 from ottava.overlap.bulk import parts_of_ranks
@@ -34,10 +34,6 @@ from ottava.quant.weight import Weight
 __all__ = ["Column", "Row", "split_tensors"]
 
 NO_SCHEDULE = Schedule()
-
-
-def _nothing() -> None:
-    pass
 
 
 class _TensorParallel(Strategy):
@@ -144,7 +140,7 @@ class Column(_TensorParallel):
         return multiply([self.before_gemm(operand) for operand in operands], biases)
 
     def dgrad(
-        self, grads: Operands, multiply: Product, under: Callable[[], None] = _nothing
+        self, grads: Operands, multiply: Product, under: Callable[[], None] = nothing
     ) -> tuple[Callable[[], Tensor], Operands]:
         """Multiplies, and sums over ranks: meanwhile, or under what comes next."""
         under()
@@ -203,7 +199,7 @@ class Row(_TensorParallel):
         return self.gather_tokens(grad) if self.spreads_tokens else grad
 
     def dgrad(
-        self, grads: Operands, multiply: Product, under: Callable[[], None] = _nothing
+        self, grads: Operands, multiply: Product, under: Callable[[], None] = nothing
     ) -> tuple[Callable[[], Tensor], Operands]:
         """Gathers tokens and multiplies, one under the other where there is an engine."""
         if torch.compiler.is_compiling() and self.spreads_tokens:
@@ -309,7 +305,7 @@ class _Backend:
                 own.memory.tensor_groups = (mesh.get_group(),)
             else:  # a copy: a view would keep the memory of the whole weight, and DTensors of views cannot be deep-copied
                 own = layout.cut(own, rank, size).clone(memory_format=torch.contiguous_format)
-        strides = torch.empty(shape, device="meta").stride()
+        strides = torch.empty(shape, dtype=torch.float32, device="meta").stride()
         spread = DTensor.from_local(own, mesh, [placement], run_check=False, shape=torch.Size(shape), stride=strides)
         replacement = nn.Parameter(spread, requires_grad=parameter.requires_grad)
         for key, value in vars(parameter).items():  # what users hang on parameters
@@ -336,7 +332,8 @@ def split_tensors(
     """Splits a model of whole layers over the ranks of `tp_mesh`, in place. Every parameter becomes a DTensor on it.
 
     Transformer layers, attention, MLPs and the vocabulary are split; a `Linear` or `GroupedLinear` as its `parallel_mode` says.
-    Other modules keep all of their parameters on every rank and run as before. Parameters may be on the meta device.
+    Other modules keep all of their parameters on every rank and run as before; where tokens are spread, only if they are not trained.
+    Parameters may be on the meta device.
     sequence_parallel: True spreads the tokens between the layers over the ranks; the model's `VocabParallelEmbedding` and
     `VocabParallelHead` scatter and gather them. overlap, overlap_transport, overlap_minimum_tokens: see `ParallelPlan`.
     None leaves either as the modules were constructed.
@@ -355,6 +352,8 @@ def split_tensors(
                     transport=overlap_transport,
                     minimum_tokens=overlap_minimum_tokens,
                 )
+    if tp_mesh.size() > 1 and _spreads_tokens(model):
+        _refuse_own_tokens(model, "")
     _split_below(model, tp_mesh, weight_mesh, "", {})
     _warn_of_shared_masks(model, tp_mesh)
     return model
@@ -419,6 +418,29 @@ def _set_sequence_parallel(model: nn.Module, on: bool) -> None:
             module.sequence_parallel = on  # type: ignore[assignment]
 
 
+def _spreads_tokens(model: nn.Module) -> bool:
+    from ottava.distributed.vocabulary import VocabParallelEmbedding
+
+    return any(isinstance(m, VocabParallelEmbedding) and m.sequence_parallel for m in model.modules())
+
+
+def _refuse_own_tokens(module: nn.Module, path: str) -> None:
+    """Raises for a module that would take its rank's tokens for all: its parameters' gradients would be parts that nobody sums."""
+    from torch.distributed.tensor import DTensor
+
+    knows = any(module.modes) if isinstance(module, QuantizedModule) else hasattr(module, "set_device_mesh")
+    trained = [n for n, p in module.named_parameters(recurse=False) if p.requires_grad and not isinstance(p, DTensor)]
+    if trained and not knows:
+        raise ValueError(
+            f"sequence_parallel=True spreads tokens over the ranks, and {path or 'the model'} ({type(module).__name__}) does not know it: "
+            f"each rank would train its {', '.join(trained)} by its own tokens alone. Use ottava.LayerNorm or RMSNorm, a Linear with "
+            "parallel_mode, or torch's parallelize_module(..., SequenceParallel(sequence_dim=0, use_local_output=True)) before; or leave "
+            "sequence_parallel False."
+        )
+    for name, child in () if hasattr(module, "set_device_mesh") else module.named_children():
+        _refuse_own_tokens(child, f"{path}.{name}".strip("."))
+
+
 def _replicate(module: nn.Module, mesh: DeviceMesh, path: str, shared: dict[nn.Parameter, nn.Parameter]) -> None:
     """All parameters on every rank; a module of torch that computes with DTensors inside and plain tensors outside."""
     from torch.distributed.tensor import DTensor, Replicate
@@ -441,11 +463,11 @@ def _replicate(module: nn.Module, mesh: DeviceMesh, path: str, shared: dict[nn.P
     def spread(x: Tensor) -> DTensor:
         return x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
 
-    def enter(_: nn.Module, args: Any) -> Any:
-        return torch_private.map_instances(Tensor, spread, args)
+    def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return torch_private.map_instances(Tensor, spread, (args, kwargs))
 
     def leave(_: nn.Module, args: Any, output: Any) -> Any:
         return torch_private.map_instances(DTensor, lambda t: t.to_local(), output)
 
-    module.register_forward_pre_hook(enter)
+    module.register_forward_pre_hook(enter, with_kwargs=True)
     module.register_forward_hook(leave)

@@ -33,6 +33,12 @@ _DIVIDED_BY_TP = {
     "kv heads": ("num_gqa_groups", "num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads"),
     "ffn": ("ffn_hidden_size", "intermediate_size", "ffn_dim"),
     "vocabulary": ("padded_vocab_size", "vocab_size", "vocabulary_size"),
+    "learned positions": ("learned_positions",),
+}
+# Of our own models: sizes that follow from a field, and what to make of that.
+_FIELDS = {
+    "padded_vocab_size": "set pad_vocab_to to a multiple of {tp}",
+    "learned_positions": "set max_length to {padded}",
 }
 
 
@@ -145,7 +151,7 @@ def _sizes(plan: ParallelPlan, config: Any) -> list[Finding]:
     return [
         Finding(
             "error",
-            f"tp={plan.tp} does not divide {name}={size} ({what}; {size % plan.tp} left over): {_nearest(what, size, plan.tp)}",
+            f"tp={plan.tp} does not divide {name}={size} ({what}; {size % plan.tp} left over): {_nearest(what, name, size, plan.tp)}",
         )
         for what, (name, size) in found.items()
         if size % plan.tp
@@ -160,11 +166,12 @@ def _lookup(config: Any, names: tuple[str, ...]) -> tuple[str, int] | None:
     return None
 
 
-def _nearest(what: str, size: int, tp: int) -> str:
+def _nearest(what: str, name: str, size: int, tp: int) -> str:
     divisor = max(n for n in range(1, min(tp, size) + 1) if size % n == 0)
     if what in ("heads", "kv heads"):
         return f"take tp={divisor}, or a model whose {what} divide by {tp}."
-    return f"pad it to {-(-size // tp) * tp}, or take tp={divisor}."
+    padded = -(-size // tp) * tp
+    return f"{_FIELDS.get(name, 'pad it to {padded}').format(tp=tp, padded=padded)}, or take tp={divisor}."
 
 
 def _uneven_rows(model: nn.Module) -> list[Finding]:

@@ -98,7 +98,8 @@ class _VocabularySplit(nn.Module):
         if self.padded_embeddings % tp:
             raise ValueError(
                 f"{type(self).__name__}: a vocabulary of {self.padded_embeddings} cannot be split over {tp} tensor-parallel ranks. "
-                f"Pass pad_to_multiple={tp}, or a multiple of it such as {128 * tp}: the same for every mesh that will load the model."
+                f"Pass pad_to_multiple={tp}, or a multiple of it such as {128 * tp}: the same for every mesh that will load the model. (Of "
+                "GPT and Llama that is pad_vocab_to in their configuration, and max_length for the positions of a GPT.)"
             )
         return self.padded_embeddings // tp
 

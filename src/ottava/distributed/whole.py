@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from ottava.nn.initialize import WRAPPERS
 from ottava.nn.strategy import REPLICATED, Layout
 from ottava.overlap.collectives import all_gather
 from ottava.quant.tensor import QuantizedTensor
 
-__all__ = ["clean_name", "layout_of", "whole_state"]
+__all__ = ["layout_of", "modules_of", "whole_state"]
 
 
 def layout_of(module: nn.Module, name: str) -> tuple[Layout, int]:
@@ -43,8 +45,8 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
         gathered = FullyShardedDataParallel.summon_full_params(model, writeback=False)
     with gathered:
         return {
-            clean_name(f"{path}.{name}"): _whole(module, name, parameter).detach().clone()
-            for path, module in model.named_modules()
+            f"{path}.{name}".strip("."): _whole(module, name, parameter).detach().clone()
+            for path, module in modules_of(model)
             for name, parameter in module.named_parameters(recurse=False)
         }
 
@@ -60,7 +62,16 @@ def _whole(module: nn.Module, name: str, parameter: Tensor) -> Tensor:
     return all_gather(parameter, module.tp_group, layout.dim)
 
 
-def clean_name(name: str) -> str:
-    """A parameter's name without what DDP, FSDP1 and torch.compile put into it."""
-    parts = [part for part in name.split(".") if part and part not in WRAPPERS]
-    return ".".join(parts[1:] if parts[0] == "module" else parts)
+def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(name, module) of all modules, without what DDP, FSDP1, torch.compile and checkpoint wrappers put into names.
+
+    >>> [name for name, _ in modules_of(DistributedDataParallel(torch.compile(nn.Sequential(nn.ReLU()))))]
+    ['', '', '0']
+    """
+    found = list(model.named_modules())
+    wrappers = {path for path, module in found if isinstance(module, DistributedDataParallel)}
+    for path, module in found:
+        if path not in wrappers:
+            parts = path.split(".")
+            of_ddp = {i for i, part in enumerate(parts) if part == "module" and ".".join(parts[:i]) in wrappers}
+            yield ".".join(p for i, p in enumerate(parts) if p not in WRAPPERS and i not in of_ddp), module

@@ -1,9 +1,9 @@
 """`Engine`: what tensor-parallel strategies ask to run a collective beside a product.
 
     engine = Engine(group, Schedule.of("ring"))
-    y, whole = engine.gather_multiply(operands, multiply)        # y = all_gather(x) @ w.T, and all_gather(x)
-    y = engine.multiply_scatter(operands, multiply)(bias)        # reduce_scatter(x @ w.T) + bias
-    operands = engine.begin_gather(operands); ...; operands()    # under whatever stands in between
+    y, whole = engine.gather_multiply(operands, multiply, features)   # y = all_gather(x) @ w.T, and all_gather(x)
+    y = engine.multiply_scatter(operands, multiply, features)(bias)   # reduce_scatter(x @ w.T) + bias
+    operands = engine.begin_gather(operands); ...; operands()         # under whatever stands in between
     dx = engine.begin_scatter(y, groups); ...; dx()
 
 Each returns None where it does not overlap: the strategy does then what it does without an engine.
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ottava import torch_private
 from ottava.nn.operand import token_dims
-from ottava.nn.strategy import Multiply, Operands
+from ottava.nn.strategy import Multiply, Operands, nothing
 from ottava.notices import leads, warn_once
 from ottava.overlap import bulk, pipeline, ring
 from ottava.overlap.bits import exact_chunks
@@ -28,10 +28,6 @@ from ottava.overlap.cost import Choice, Product, choose, machine_of
 from ottava.overlap.schedule import Schedule
 from ottava.overlap.transport import Transport
 from ottava.overlap.transports import transport_of
-
-
-def _nothing() -> None:
-    pass
 
 
 class Engine:
@@ -48,7 +44,7 @@ class Engine:
         return transport_of(self.group, self.schedule.transport, tensor.device)
 
     def gather_multiply(
-        self, operands: Operands, multiply: Multiply, features: int, under: Callable[[], None] = _nothing
+        self, operands: Operands, multiply: Multiply, features: int, under: Callable[[], None] = nothing
     ) -> tuple[Tensor, Operands] | None:
         """(the product of all ranks' tokens, their operands) from this rank's. features: columns of the product.
 

@@ -64,7 +64,7 @@ def _replaced(operands: Operands, data: list[Tensor], scales: list[Tensor]) -> O
 def _begin(finish: Callable[[], Any]) -> Tensor:
     token = next(_tokens)
     _flights[token] = finish
-    return torch.tensor(token)
+    return torch.tensor(token, dtype=torch.int64)
 
 
 def _arrive(token: Tensor) -> Any:

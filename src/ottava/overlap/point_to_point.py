@@ -47,7 +47,7 @@ class PointToPoint(Transport):
         slowest link counts. NCCL: what the cost model knows, since there a choice may change the last bits of a product."""
         if self._link is None and self.backend == "gloo":
             small, large = self._seconds(64), self._seconds(PROBE)
-            times = torch.tensor([small, large])
+            times = torch.tensor([small, large], dtype=torch.float32)
             dist.all_reduce(times, op=dist.ReduceOp.MAX, group=self.group)
             latency, long = times.tolist()
             self._link = Link(PROBE / max(long - latency, PROBE * 1e-11), latency)
@@ -132,7 +132,7 @@ class _PostedExchange(Exchange):
             header = torch.empty(8, dtype=torch.uint8)
             expected[source] = (self._receive(source, header, header=True), header, count)
         for target, count in outgoing.items():
-            self._post(target, torch.tensor([count]).view(torch.uint8), header=True)
+            self._post(target, torch.tensor([count], dtype=torch.int64).view(torch.uint8), header=True)
         return expected
 
     def _receive(self, source: int, tensor: Tensor, header: bool = False) -> Any:

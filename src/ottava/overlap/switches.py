@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from ottava.nn.options import OverlapOptions
-from ottava.notices import leads, warn_once
+from ottava.notices import warn_once_on_rank0
 from ottava.overlap.schedule import Schedule
 
 SWITCHES = {
@@ -95,7 +95,7 @@ def _as_configured(schedule: Schedule, mode: str, name: str) -> Schedule:
         schedule = replace(schedule, gather=_METHODS[gathered["method"]])
     sums_in_pieces = schedule.scatter != "none" or schedule.scatter_dgrad == "pipeline"
     if scattered.get("method") == "ring_exchange" and sums_in_pieces:
-        _warn(
+        warn_once_on_rank0(
             f"ottava: ub_cfgs[{f'{name}_{scatter}'!r}]: a sum over ranks goes in a pipeline, not in a ring: it has the same bytes."
         )
     splits = {
@@ -107,7 +107,9 @@ def _as_configured(schedule: Schedule, mode: str, name: str) -> Schedule:
         if in_pieces and "num_splits" in config
     }
     if len(set(splits.values())) > 1:
-        _warn(f"ottava: ub_cfgs: {name} has one number of pieces for all of its products: {splits[scatter]}.")
+        warn_once_on_rank0(
+            f"ottava: ub_cfgs: {name} has one number of pieces for all of its products: {splits[scatter]}."
+        )
     return replace(schedule, splits=splits.get(scatter, splits.get(gather, schedule.splits)))
 
 
@@ -125,7 +127,9 @@ def _warn_of_unserved(name: str, method: str) -> None:
     served = _SERVED[name]
     if method not in served:
         known = f"it knows {', '.join(served)}" if served else "nothing travels under it"
-        _warn(f"ottava: initialize_ub: ub_cfgs[{name!r}] has method {method!r}, which has no effect: {known}.")
+        warn_once_on_rank0(
+            f"ottava: initialize_ub: ub_cfgs[{name!r}] has method {method!r}, which has no effect: {known}."
+        )
 
 
 def warn_of_idle_switches(
@@ -133,7 +137,7 @@ def warn_of_idle_switches(
 ) -> None:
     """One warning for every option of a module that cannot act, with the reason."""
     if options.symmetric_all_reduce is not None:
-        _warn(
+        warn_once_on_rank0(
             f"ottava: {module}: symmetric_ar_type={options.symmetric_all_reduce!r} has no effect: sums over ranks that do not spread "
             "tokens go over the process group."
         )
@@ -143,12 +147,12 @@ def warn_of_idle_switches(
     if not on:
         return
     if size == 1:
-        _warn(
+        warn_once_on_rank0(
             f"ottava: {module}: {', '.join(on)} has no effect: one tensor-parallel rank has no communication to hide."
         )
         return
     if not sequence_parallel:
-        _warn(
+        warn_once_on_rank0(
             f"ottava: {module}: {', '.join(on)} has no effect without sequence_parallel=True: only tokens that are spread over ranks are "
             "gathered before and scattered after a product."
         )
@@ -156,16 +160,11 @@ def warn_of_idle_switches(
     for switch in on:
         if not set(_MODES[switch]) & set(modes):
             kinds = " and ".join(_MODES[switch])
-            _warn(
+            warn_once_on_rank0(
                 f"ottava: {module}: {switch} has no effect: it acts on {kinds} parallelism, not on {'/'.join(map(str, modes))}."
             )
     if options.overlap_reduce_scatter_dgrad and options.bulk_wgrad and "column" in modes:
-        _warn(
+        warn_once_on_rank0(
             f"ottava: {module}: ub_bulk_wgrad has no effect beside ub_overlap_rs_dgrad: the sum that it would hide under wgrad travels "
             "under dgrad."
         )
-
-
-def _warn(message: str) -> None:
-    if leads():
-        warn_once(message)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ottava import torch_private
-from ottava.notices import leads, warn_once
+from ottava.notices import warn_once_on_rank0
 from ottava.overlap import connections
 from ottava.overlap.point_to_point import backend_of
 from ottava.overlap.transport import Exchange, Hop, Transport
@@ -82,6 +82,7 @@ def _places(group: Any, device: torch.device) -> list[Place]:
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     own = torch.tensor(
         [zlib.crc32(_machine().encode()), zlib.crc32(uuid.encode()), int(os.environ.get(SHARING) == "1")],
+        dtype=torch.int64,
         device=_where(group, device),
     )
     all_of_them = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
@@ -134,8 +135,8 @@ class SymmetricMemory(Transport):
         self.device = device
         self.timeout_ms = int(1e3 * torch_private.group_timeout_s(group, device))
         self.lanes = Lanes(device)
-        if os.environ.get(connections.VARIABLE) == "1" and leads():
-            warn_once(
+        if os.environ.get(connections.VARIABLE) == "1":
+            warn_once_on_rank0(
                 f"ottava: overlap: {connections.VARIABLE}=1 puts all streams in one queue of the GPU, so that products wait for "
                 "messages. TransformerEngine's userbuffers want it; here, leave it unset (or 8 and more)."
             )

@@ -2,7 +2,7 @@
 
 A method says first what it will receive, hop by hop, and gives what it sends as it has it:
 
-    exchange = transport.exchange([Hop(target=next, source=previous, into=[buffer])])
+    exchange = transport.exchange("name", [Hop(target=next, source=previous, into=[buffer])])
     exchange.send(0, [own])             # travels from here on
     ...                                 # a product
     exchange.wait(0)                    # `buffer` is filled (on a GPU: for what is queued after)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ottava.notices import leads, log, warn_once
+from ottava.notices import leads, log, warn_once_on_rank0
 from ottava.overlap.point_to_point import PointToPoint, backend_of
 from ottava.overlap.symmetric_memory import SymmetricMemory, missing_because
 from ottava.overlap.transport import Transport, wrapped
@@ -36,7 +36,9 @@ def _choose(group: Any, requested: str, device: torch.device) -> Transport | Non
         if why is None:
             return _said(SymmetricMemory(group, device))
         if requested == "symmetric_memory" or device.type == "cuda":
-            _warn(f"ottava: overlap: no symmetric memory, because {why}; messages go over the process group instead.")
+            warn_once_on_rank0(
+                f"ottava: overlap: no symmetric memory, because {why}; messages go over the process group instead."
+            )
     backend = backend_of(group, device)
     if backend == "nccl" or (backend == "gloo" and device.type == "cpu"):
         made = _made.setdefault(group, {})
@@ -45,7 +47,7 @@ def _choose(group: Any, requested: str, device: torch.device) -> Transport | Non
             made[key] = _said(PointToPoint(group, device))
         return made[key]
     if backend != "fake":
-        _warn(
+        warn_once_on_rank0(
             f"ottava: overlap: nothing is overlapped, because the group's backend for {device.type} tensors, {backend!r}, has no sends and "
             "receives that run beside a product: use NCCL, or gloo with tensors of the CPU."
         )
@@ -56,8 +58,3 @@ def _said(transport: Transport) -> Transport:
     if leads():
         log.info("ottava: overlap of %d tensor-parallel ranks: %s.", transport.size, transport.name)
     return transport
-
-
-def _warn(message: str) -> None:
-    if leads():
-        warn_once(message)

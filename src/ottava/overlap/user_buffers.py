@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ottava.notices import leads, warn_once
+from ottava.notices import warn_once_on_rank0
 from ottava.overlap import switches
 
 __all__ = ["UserBufferQuantizationMode", "destroy_ub", "initialize_ub", "is_ub_initialized"]
@@ -131,5 +131,4 @@ def _one_config(given: Any, modes: int) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _warn(message: str) -> None:
-    if leads():
-        warn_once(f"ottava: {message}")
+    warn_once_on_rank0(f"ottava: {message}")

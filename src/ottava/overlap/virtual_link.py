@@ -17,7 +17,7 @@ from ottava.overlap.transport import Exchange, Hop, Link, Transport
 class VirtualLink(Transport):
     """`inner` at `bytes_per_second`.
 
-    >>> slow = VirtualLink(PointToPoint(group), bytes_per_second=30e6)
+    >>> slow = VirtualLink(PointToPoint(group, device), bytes_per_second=30e6)
     """
 
     def __init__(self, inner: Transport, bytes_per_second: float) -> None:
