@@ -53,7 +53,7 @@ test-fast: $(STAMP) ## the tests that are not marked slow
 
 test-kernels: $(KERNELS) ## what a GPU would launch, interpreted and compiled without one: kernels, modules, training steps
 	PYTHONPATH=$(VENV)/kernels TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 tests/interpreted
-	PYTHONPATH=$(VENV)/kernels $(BIN)/python -m pytest -q -n 2 tests/compiled
+	PYTHONPATH=$(VENV)/kernels $(BIN)/python -m pytest -q -n 2 tests/compiled tests/kernels/test_launch.py
 
 test-extra: $(STAMP) ## tests that take many minutes and show little more than the others
 	$(BIN)/python -m pytest -q -m extra

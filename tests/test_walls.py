@@ -1,4 +1,5 @@
-"""No module outside of quant/ and kernels/ knows formats, none outside of quant/ knows recipes' classes, and the core knows no mode."""
+"""No module outside of quant/ and kernels/ knows formats, none outside of quant/ knows recipes' classes, the core knows no mode,
+and tensors are made with a dtype."""
 
 from __future__ import annotations
 
@@ -58,3 +59,10 @@ def test_the_core_knows_no_parallel_mode() -> None:
     for line in ('x = strategy.mode == "row"', "x = strategy.mode", 'x = chosen == "column"'):
         assert walls.breaches(line, "nn/core.py")
         assert not walls.breaches(line, "distributed/tensor_parallel.py")
+
+
+def test_a_tensor_that_follows_the_default_dtype_is_named() -> None:
+    for line in ("x = torch.zeros(3, device=device)", "x = torch.tensor([1.0])"):
+        assert walls.breaches(line, "kernels/many_triton.py")
+    for line in ("x = torch.zeros(3, dtype=torch.float32)", "x = torch.ones(3, **options)", "x = torch.zeros_like(y)"):
+        assert not walls.breaches(line, "kernels/many_triton.py")

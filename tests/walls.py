@@ -1,8 +1,9 @@
-"""Two load-bearing walls of docs/architecture.md, as a check of the sources: `python tests/walls.py`, which is a part of `make lint`.
+"""Load-bearing walls of docs/architecture.md, as a check of the sources: `python tests/walls.py`, which is a part of `make lint`.
 
 * Format knowledge lives in quant/ and kernels/: nobody else looks into a scheme (its string, its kind, its format, its block), and
   nobody outside of quant/ asks for the class of a recipe. Ask `Scheme` and `Quantization` instead.
 * The strategy owns placement: the autograd core knows no parallel mode.
+* Who makes a tensor says its dtype: `torch.set_default_dtype` is the user's, and scales are float32 under it too.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ RECIPE_QUESTIONS = {
 INSIDE_A_SCHEME = {"kind", "format", "block"}
 LOOKS_INTO_STRINGS = {"startswith", "endswith", "removesuffix", "removeprefix", "split", "partition", "find"}
 SCHEME_WORD = re.compile(r":?(e4m3|e5m2|e2m1|tensor|pow2|f32|rht|stochastic|eps=|\d+x\d+)(:|$)")
+MAKERS = {"zeros", "ones", "empty", "full", "rand", "randn", "tensor", "as_tensor", "linspace", "eye"}
 MODES = {"column", "row"}
 WITHOUT_MODES = {
     "nn/core.py", "nn/dgrad.py", "nn/operand.py", "nn/output_gradient.py", "nn/producer.py", "nn/product.py", "nn/stage.py",
@@ -37,6 +39,7 @@ def breaches(source: str, path: str) -> list[tuple[int, str]]:
         found += [] if path.startswith("quant/") or path == "recipe.py" else _of_recipes(node)
         found += [] if in_room else _of_schemes(node)
         found += _of_modes(node) if path in WITHOUT_MODES else []
+        found += _of_dtypes(node)
     return sorted(set(found))
 
 
@@ -78,6 +81,13 @@ def _of_modes(node: ast.AST) -> Iterator[tuple[int, str]]:
         yield node.lineno, "asks for a parallel mode: the strategy owns placement"
 
 
+def _of_dtypes(node: ast.AST) -> Iterator[tuple[int, str]]:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _last(node.func.value) == "torch":
+        says = {keyword.arg for keyword in node.keywords} & {"dtype", None}  # None: **options
+        if node.func.attr in MAKERS and not says:
+            yield node.lineno, f"torch.{node.func.attr} without a dtype: it would follow torch.set_default_dtype"
+
+
 def _last(node: ast.AST) -> str:
     """The last name of `a.b.c` or `f(...)`; "" for other expressions."""
     if isinstance(node, ast.Call):
@@ -101,5 +111,8 @@ def all_breaches() -> list[str]:
 
 if __name__ == "__main__":
     wrong = all_breaches()
-    print("\n".join(wrong) or "Walls stand: format knowledge in quant/ and kernels/, placement in strategies.")
+    print(
+        "\n".join(wrong)
+        or "Walls stand: format knowledge in quant/ and kernels/, placement in strategies, dtypes that are said."
+    )
     sys.exit(bool(wrong))

@@ -15,7 +15,7 @@ log = logging.getLogger("ottava")
 def warn_once(message: str) -> None:
     """Logs `message` as a WARNING, which Python shows unless told otherwise, the first time that it is given.
 
-    Every process says it once. What would be the same line in a thousand ranks asks `leads` first.
+    Every process says it once; what would be the same line in a thousand ranks is for `warn_once_on_rank0`.
 
         >>> warn_once("ottava: attention_mask has no effect.")
     """
@@ -41,3 +41,12 @@ def leads() -> bool:
     from torch import distributed
 
     return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
+
+
+def warn_once_on_rank0(message: str) -> None:
+    """`warn_once` for what is the same in all ranks: rank 0 says it.
+
+    >>> warn_once_on_rank0("ottava: overlap: no symmetric memory.")
+    """
+    if leads():
+        warn_once(message)

@@ -156,6 +156,11 @@ def reshaped(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return x if x.shape == shape else _UNSAFE_VIEW(x, shape)
 
 
+def no_view(x: torch.Tensor) -> torch.Tensor:
+    """x, which may be a view for autograd, as none: FSDP2 warns of views that a module returns. It is not to be changed in place."""
+    return _UNSAFE_VIEW(x, x.shape)
+
+
 def weak_storage(tensor: torch.Tensor) -> StorageWeakRef:
     """What tells the memory of `tensor` from any other, also from memory that later lies at the same address, without keeping it."""
     return StorageWeakRef(tensor.untyped_storage())
@@ -272,6 +277,27 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
+_SDPA_PRIORITY = torch._C._get_sdp_priority_order()
+
+
+def sdpa_priority() -> list[Any] | None:
+    """`SDPBackend`s in the order of `sdpa_kernel(..., set_priority=True)`; None where nobody has said one."""
+    now = torch._C._get_sdp_priority_order()
+    return None if now == _SDPA_PRIORITY else [torch.nn.attention.SDPBackend(number) for number in now]
+
+
+@contextmanager
+def sdpa_in_order(kernels: Sequence[Any]) -> Iterator[None]:
+    """`sdpa_kernel(kernels, set_priority=True)` for kernels that are all allowed now. That one, where others are not, leaves another order
+    behind than it found: what came first in it stays first for all who call torch's attention later."""
+    before, first = torch._C._get_sdp_priority_order(), [int(kind) for kind in kernels]
+    torch._C._set_sdp_priority_order([*first, *(kind for kind in before if kind not in first)])
+    try:
+        yield
+    finally:
+        torch._C._set_sdp_priority_order(before)
+
+
 def saved_tensor_hooks_active() -> bool:
     """Whether somebody decides now how tensors are saved for backward: a checkpoint, `save_on_cpu`, ..."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
@@ -301,10 +327,13 @@ def fsdp2_groups(module: Any) -> list[tuple[tuple[int, ...], int, torch.dtype | 
             if shard is None
             else tuple(torch.distributed.get_process_group_ranks(shard))
         )
-        trained = [p.sharded_param.dtype for p in group.fsdp_params if p.sharded_param.requires_grad]
-        policy = group.mp_policy
-        dtype = policy.reduce_dtype or policy.param_dtype or (trained[0] if trained else None)
-        found.append((ranks, copies, dtype if trained else None))
+        dtype = None
+        for parameter in group.fsdp_params:
+            if parameter.sharded_param.requires_grad:  # a unit sums in one type
+                policy = parameter.mp_policy
+                dtype = policy.reduce_dtype or policy.param_dtype or parameter.sharded_param.dtype
+                break
+        found.append((ranks, copies, dtype))
     return found
 
 

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 import ottava
 from ottava import recipe
@@ -358,6 +361,48 @@ def test_what_is_not_offered_raises(options: dict[str, Any], said: str, monkeypa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ValueError, match=said):
         ottava.make_graphed_callables(torch.nn.Linear(2, 2), (torch.ones(1, 2),), **options)
+
+
+def test_a_graph_without_fp8_inside_of_autocast_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    sample, chosen = torch.randn(32, 4, HIDDEN, requires_grad=True), RECIPES["current"]
+    linear, both = _make("linear"), (_make("linear"), _make("mlp"))
+    graph_modules(both, ((sample,), (sample,)), None, Options(enabled=(True, False), recipe=chosen), Rerun())
+    with ottava.autocast(recipe=chosen):
+        both[1](both[0](sample))  # one by one, as asked for
+    graph_modules(linear, (sample,), None, Options(recipe=chosen), Rerun())
+    linear(sample)
+    assert "enabled=False" not in caplog.text
+    with ottava.autocast(recipe=chosen):
+        linear(sample)
+    assert "a Linear that was graphed with enabled=False is called inside autocast" in caplog.text
+
+
+def test_others_may_call_a_module_attention_dropout() -> None:
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention_dropout, self.linear = torch.nn.Dropout(0.0), _make("linear")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(self.attention_dropout(x))
+
+    sample = torch.randn(32, 4, HIDDEN, requires_grad=True)
+    graphed = graph_modules(Block(), (sample,), None, Options(), Rerun())
+    assert torch.equal(graphed(sample), graphed.linear(sample))
+
+
+@pytest.mark.parametrize("name, said", [("ddp", "wrapped by DistributedDataParallel"), ("fsdp1", "sharded by FSDP1")])
+def test_wrappers_that_communicate_are_not_recorded(name: str, said: str) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        linear, cpu = torch.nn.Linear(2, 2), torch.device("cpu")
+        wrapped: torch.nn.Module = DistributedDataParallel(linear)
+        if name == "fsdp1":
+            wrapped = torch.nn.Sequential(FullyShardedDataParallel(linear, device_id=cpu))
+        with pytest.raises(ValueError, match=said):
+            graph_modules(wrapped, (torch.ones(1, 2),), None, Options(), Rerun())
+    finally:
+        dist.destroy_process_group()
 
 
 def test_casts_that_torch_keeps_are_not_recorded() -> None:

@@ -12,10 +12,11 @@ from torch import Tensor
 
 import ottava
 from gpu import test_fused_adam as adam
+from nn.test_default_dtype import trained
 from ottava.models import GPT, GPTConfig, Llama, LlamaConfig
 from ottava.optimizers import FusedAdam
 from pretended_cuda import pretended_cuda
-from quant_cases import RECIPES, casting
+from quant_cases import RECIPES, all_same, casting
 
 STEPS = 2
 
@@ -77,6 +78,14 @@ def test_small_optimizer_states_tied_weights_and_a_gpt() -> None:
     gpt = GPT(GPTConfig(1000, 128, 256, layers=2, heads=2, max_length=32), device="cpu", params_dtype=torch.bfloat16)
     expected, found = both(gpt, "delayed", master_weights=True)
     assert_near(found, expected)
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["masters", "fp8 storage"])
+@pytest.mark.parametrize("name", ["delayed", "current", "block"])
+def test_the_default_dtype_changes_no_bit(name: str, stored: bool) -> None:
+    with pretended_cuda():
+        found, expected = (trained(name, stored, dtype) for dtype in (torch.bfloat16, torch.float32))
+    assert all_same(found, expected)
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,7 +45,7 @@ class Compiled:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 0)
     monkeypatch.setattr(torch_private, "current_device", lambda: 0)
     monkeypatch.setattr(torch_private, "current_stream", lambda device: 77)
     return Kernel()
@@ -60,7 +62,7 @@ def test_a_replay_brings_new_addresses_and_the_stream_in_force(kernel: Kernel) -
 
 
 def test_what_triton_compiles_apart_is_looked_up_apart(kernel: Kernel) -> None:
-    """A pointer that is no multiple of 16, and another device."""
+    """A pointer that is no multiple of 16."""
     launch = Launcher(kernel).prepare((5,), 4, {"n": 40, "BLOCK": 8}, ("x_ptr", "out_ptr"))
     x, out = torch.zeros(48), torch.zeros(40)
     assert x.data_ptr() % 16 == 0
@@ -68,6 +70,26 @@ def test_what_triton_compiles_apart_is_looked_up_apart(kernel: Kernel) -> None:
         launch(tensor, out)
     assert len(kernel.compilations) == 2 and len(kernel.launches) == 2
     assert [args[-4] for args in kernel.launches] == [x.data_ptr(), x[1:].data_ptr()]
+
+
+def test_a_launch_goes_to_the_device_of_its_tensors(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    current, streams = [0], {0: 77, 1: 88}
+
+    @contextlib.contextmanager
+    def device(index: int) -> Iterator[None]:
+        before, current[0] = current[0], index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch_private, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch_private, "current_stream", streams.__getitem__)
+    launch = Launcher(kernel).prepare((5,), 4, {"n": 40, "BLOCK": 8}, ("x_ptr", "out_ptr"))
+    x, out = torch.zeros(40), torch.zeros(40)
+    for place in (0, 1, 0, 1):
+        monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor, place=place: place)
+        launch(x, out)
+    assert len(kernel.compilations) == 2 and [args[3] for args in kernel.launches] == [77, 88] and current == [0]
 
 
 def test_the_same_variant_is_compiled_once_for_all_launches(kernel: Kernel) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -209,6 +210,31 @@ def test_forward_exports_with_autocast_around_it(scheme: str) -> None:
         want = module(x)
         program = torch.export.export(module, (x,))
     assert same(program.module()(x), want)  # the recipe is part of the graph
+
+
+@pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered:UserWarning")
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", list(MODULES))
+def test_what_was_exported_refuses_to_go_back(name: str, strict: bool, tmp_path: Path) -> None:
+    module, x = build(name).eval(), torch.randn(16, 2, 32)
+    with casting("current"):
+        program = torch.export.export(module, (x,), strict=strict)
+        want = module(x)
+    torch.export.save(program, tmp_path / "program.pt2")
+    for exported in (program, torch.export.load(tmp_path / "program.pt2")):
+        y = exported.module()(x)
+        assert same(y, want)
+        with pytest.raises(
+            RuntimeError, match="torch.export keeps the forward of Ottava's modules, not their backward"
+        ):
+            y.sum().backward()
+    frozen = build(name).requires_grad_(False)
+    with casting("current"):
+        frozen_program = torch.export.export(frozen, (x,), strict=strict)
+    with pytest.raises(RuntimeError, match="torch.export keeps the forward"):  # it would not reach what lies before
+        frozen_program.module()(x.clone().requires_grad_()).sum().backward()
+    assert same(torch.compile(program.module(), backend="aot_eager")(x), want)
+    assert same(program.run_decompositions().module()(x), want)
 
 
 def test_export_of_calibrated_delayed_scaling_uses_its_scales() -> None:

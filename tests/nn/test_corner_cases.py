@@ -143,3 +143,10 @@ def test_mistakes_are_named() -> None:
             ottava.quantize(torch.ones(4, 4), DELAYED, scale=scale)
     with pytest.raises(ValueError, match="params_dtype must be"):
         ottava.Linear(16, 16, params_dtype=torch.float64)
+
+
+def test_data_parallel_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="Linear cannot be replicated by torch.nn.DataParallel: use DistributedDataParallel"
+    ):
+        linear()._replicate_for_data_parallel()  # as `torch.nn.parallel.replicate` calls it

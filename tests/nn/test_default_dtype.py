@@ -73,3 +73,17 @@ def test_scales_and_histories_are_float32_under_any_default_dtype() -> None:
 def test_a_scale_that_the_kernels_are_not_compiled_for_is_named(scale: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="A scale must be one float32 number, got"):
         torch.ops.ottava.quantize(torch.randn(16, 16), "e4m3:tensor", scale, None, True, True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_dropout_keeps_the_same_under_any_default_dtype(dtype: torch.dtype) -> None:
+    """Numbers of 8 bits would keep too many or too few."""
+    q = torch.randn(32, 2, 4, 16, generator=torch.Generator().manual_seed(0))
+    modules = ottava.DotProductAttention(4, 16, attention_dropout=0.3), ottava.nn.drop_path.DropPath(0.3)
+
+    def run(default: torch.dtype) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        with default_dtype(default):
+            return [modules[0](q, q, q), modules[1](q)]
+
+    assert all_same(run(torch.float32), run(dtype))

@@ -50,7 +50,20 @@ def test_parameters_and_arguments() -> None:
     assert {n for n, _ in ottava.LayerNorm(8, device="cpu").named_parameters()} == {"weight", "bias"}
     assert {n for n, _ in ottava.RMSNorm(8, device="cpu").named_parameters()} == {"weight"}
     assert ottava.LayerNorm(hidden_size=8, device="cpu").normalized_shape == (8,)  # an older name
+    assert ottava.RMSNorm(8, dtype=torch.bfloat16, device="cpu").weight.dtype is torch.bfloat16
     assert repr(ottava.RMSNorm(8, device="cpu")) == "RMSNorm((8,), eps=1e-05, zero_centered_gamma=False)"
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_arguments_of_transformer_engine_that_say_a_thing_twice_or_nothing(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ValueError, match="hidden_size is an older name of normalized_shape, got 8 and 16"):
+        KINDS[kind](16, hidden_size=8, device="cpu")
+    with pytest.raises(ValueError, match="params_dtype is an older name of dtype"):
+        KINDS[kind](16, params_dtype=torch.float32, dtype=torch.bfloat16, device="cpu")
+    assert KINDS[kind](16, sm_margin=4, device="cpu").features == 16
+    assert f"{kind}: sm_margin has no effect" in caplog.text
 
 
 @pytest.mark.parametrize("kind", list(KINDS))

@@ -168,3 +168,9 @@ def test_reshaped_shares_memory_and_is_no_view() -> None:
     assert found.data_ptr() == made.data_ptr() and not found._is_view() and found.shape == (2, 12)
     found.sum().backward()
     assert torch.equal(x.grad, torch.full((4, 6), 2.0))
+
+
+def test_no_view_shares_memory() -> None:
+    view = (torch.ones(4, 6, requires_grad=True) * 2).reshape(2, 12)
+    found = torch_private.no_view(view)
+    assert view._is_view() and not found._is_view() and found.data_ptr() == view.data_ptr() and found.requires_grad

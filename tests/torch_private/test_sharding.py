@@ -253,7 +253,8 @@ def test_a_pipeline_stage_that_is_only_tried() -> None:
     try:
         one: Any = PipelineStage(Asking(), 0, 1, torch.device("cpu"))
         one.submod(torch.ones(2))
-        one._forward_metadata_inference((torch.ones(2),))
+        tries = getattr(one, "_forward_metadata_inference", None) or one._shape_inference  # torch 2.11
+        tries((torch.ones(2),))
         assert asked == [False, True]
     finally:
         torch.distributed.destroy_process_group()

@@ -88,7 +88,7 @@ def packed(name: str, documents: Tensor) -> Callable[[Tensor, Tensor, Tensor], T
 
 def draw_documents(batch: int, length: int, mean: int, device: str) -> Tensor:
     """[b, s]: the number of each token's document, for documents of that mean length."""
-    begins = torch.rand(batch, length, generator=torch.Generator().manual_seed(1)) < 1 / mean
+    begins = torch.rand(batch, length, dtype=torch.float32, generator=torch.Generator().manual_seed(1)) < 1 / mean
     return begins.long().cumsum(1).to(device)
 
 
@@ -113,7 +113,11 @@ def _inputs(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> list[Ten
     made = []
     for each in (heads, groups, groups, heads):
         size = (batch, length, each, channels)
-        x = torch.randn(*size, generator=generator) if small else torch.randn(*size, device=device)
+        x = (
+            torch.randn(*size, dtype=torch.float32, generator=generator)
+            if small
+            else torch.randn(*size, dtype=torch.float32, device=device)
+        )
         made.append(x.to(device, torch.bfloat16).to(dtype))
     return made
 

@@ -59,10 +59,10 @@ def _random(*shape: int, device: str, dtype: torch.dtype = torch.bfloat16) -> Te
     """The same numbers for every device."""
     generator = torch.Generator().manual_seed(sum(shape))
     if device == "cpu":
-        return torch.randn(*shape, generator=generator).to(dtype)
+        return torch.randn(*shape, dtype=torch.float32, generator=generator).to(dtype)
     if len(shape) > 1 and shape[0] > max(CHECKED_ROWS):  # to be timed, not compared
         return torch.randn(*shape, device=device, dtype=dtype)
-    return torch.randn(*shape, generator=generator).to(dtype).to(device)
+    return torch.randn(*shape, dtype=torch.float32, generator=generator).to(dtype).to(device)
 
 
 def cases(sizes: Sizes) -> Iterator[Case]:
@@ -115,14 +115,21 @@ def _quantizing(sizes: Sizes) -> Iterator[Case]:
     for kind, scheme in schemes.items():
 
         def scale(device: str, kind: str = kind) -> Tensor | None:
-            return torch.full((1,), 32.0, device=device) if kind == "tensor" else None
+            return torch.full((1,), 32.0, dtype=torch.float32, device=device) if kind == "tensor" else None
 
         def x(rows: int, device: str, scheme: str = scheme, scale: Any = scale) -> tuple[Any, ...]:
             return _random(rows, hidden, device=device), scheme, scale(device), None, True, True
 
         def normed(rows: int, device: str, scheme: str = scheme, scale: Any = scale) -> tuple[Any, ...]:
             gain, root = _random(hidden, device=device), _random(rows, device=device, dtype=torch.float32).abs()
-            given = (_random(rows, hidden, device=device), gain, None, torch.empty(0, device=device), root, False)
+            given = (
+                _random(rows, hidden, device=device),
+                gain,
+                None,
+                torch.empty(0, dtype=torch.float32, device=device),
+                root,
+                False,
+            )
             return *given, scheme, scale(device), None, True, True
 
         def gated(rows: int, device: str, scheme: str = scheme, scale: Any = scale) -> tuple[Any, ...]:
@@ -155,7 +162,7 @@ def _others(sizes: Sizes) -> Iterator[Case]:
 
     def backward(rows: int, device: str) -> tuple[Any, ...]:
         dy, root = _random(rows, hidden, device=device), _random(rows, device=device, dtype=torch.float32).abs()
-        empty = torch.empty(0, device=device)
+        empty = torch.empty(0, dtype=torch.float32, device=device)
         return dy, _random(rows, hidden, device=device), _random(hidden, device=device), empty, root, False, False
 
     def biased(rows: int, device: str) -> tuple[Any, ...]:

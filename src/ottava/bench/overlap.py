@@ -234,7 +234,7 @@ def check(case: Case) -> float:
 
 def meet() -> None:
     """Returns when all ranks are here. Over gloo, whatever carries tensors of a GPU."""
-    dist.all_reduce(torch.zeros(1))
+    dist.all_reduce(torch.zeros(1, dtype=torch.float32))
 
 
 def slowest(work: Callable[[], Any], device: torch.device) -> float:

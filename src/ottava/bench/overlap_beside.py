@@ -135,10 +135,10 @@ def held_up(model: nn.Module) -> Iterator[None]:
     def send_word(*_: Any) -> None:
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()  # of the block alone: not of FSDP2's streams
-        dist.send(torch.zeros(1), dst=peer)
+        dist.send(torch.zeros(1, dtype=torch.float32), dst=peer)
 
     def wait_for_word(*_: Any) -> None:
-        dist.recv(torch.zeros(1), src=peer)
+        dist.recv(torch.zeros(1, dtype=torch.float32), src=peer)
 
     hook: Callable[..., None] = send_word if here == 0 else wait_for_word
     if here != 0:

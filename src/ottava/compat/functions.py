@@ -28,8 +28,8 @@ def parallel_cross_entropy(
     ignore_idx: int = -100,
     is_cg_capturable: bool = False,
 ) -> Tensor:
-    """`ottava.distributed.vocab_parallel_cross_entropy` by its name there: a loss a token, or the mean of those that are not ignored
-    (`reduce_loss`). is_cg_capturable: it always is."""
+    """`vocab_parallel_cross_entropy` of `ottava.distributed.cross_entropy` by its name there: a loss a token, or the mean of those that are
+    not ignored (`reduce_loss`). is_cg_capturable: it always is."""
     return vocab_parallel_cross_entropy(
         inp,
         target,

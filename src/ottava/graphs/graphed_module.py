@@ -128,6 +128,11 @@ class GraphedModule:
 
     def _check_context(self) -> None:
         wanted, given = self.context.recipe, CURRENT.recipe
+        if wanted is None and given is not None and self.options.enabled is False and not CURRENT.calibrating:
+            warn_once(
+                f"ottava: a {type(self.module).__name__} that was graphed with enabled=False is called inside autocast, and runs as it was "
+                "recorded: without FP8. Give make_graphed_callables enabled=True and the recipe."
+            )
         if given is not wanted and wanted is not None and CURRENT.depth and given != wanted:
             raise ValueError(
                 f"This {type(self.module).__name__} was graphed with {wanted}, but is called inside autocast with {given}."

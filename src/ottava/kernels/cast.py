@@ -138,7 +138,7 @@ def _table(values: tuple[float, ...], device: torch.device) -> Tensor:
     """float32 on `device`. While a CUDA graph is recorded nothing can be sent there: each number is then an argument of a launch."""
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return torch.tensor(values, dtype=torch.float32, device=device)
-    table = torch.empty(len(values), device=device)
+    table = torch.empty(len(values), dtype=torch.float32, device=device)
     for i, value in enumerate(values):
         table[i].fill_(value)
     return table

@@ -34,7 +34,7 @@ def _block_amax(x: Tensor, rows: int, columns: int, top: int, left: int) -> Tens
     """max(|x|) of each block that x [m, k] touches: float32 [n, c]. A NaN is ignored."""
     count = _touched(top, x.shape[0], rows), _touched(left, x.shape[1], columns)
     if x.numel() == 0:
-        return torch.zeros(count, device=x.device)
+        return torch.zeros(count, dtype=torch.float32, device=x.device)
     above, before = top % rows, left % columns  # of the first blocks, what others hold
     below, after = -(above + x.shape[0]) % rows, -(before + x.shape[1]) % columns
     blocks = pad(x, (before, after, above, below)).unflatten(1, (-1, columns)).unflatten(0, (-1, rows))

@@ -96,7 +96,7 @@ def _together(parts: list[Tensor]) -> Tensor:
 
 def _ends(sizes: list[int], device: torch.device) -> Tensor:
     """Where each group ends, int32 on the device, without waiting for it."""
-    return torch.tensor(sizes).cumsum(0).to(torch.int32).pin_memory().to(device, non_blocking=True)
+    return torch.tensor(sizes, dtype=torch.int64).cumsum(0).to(torch.int32).pin_memory().to(device, non_blocking=True)
 
 
 grouped_mm = define("grouped_mm", _grouped_mm, _grouped_mm_fake, _grouped_mm_cuda)

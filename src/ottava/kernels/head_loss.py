@@ -218,7 +218,10 @@ def add_product_(out: Tensor, a: Tensor, b: Tensor) -> None:
 @functools.cache
 def _adds_in_float32(device: torch.device) -> bool:
     """Whether this torch's addmm adds a product of bf16 matrices to a float32 one. Earlier ones want all three in bf16."""
-    out, a = torch.zeros(16, 16, device=device), torch.ones(16, 16, device=device, dtype=torch.bfloat16)
+    out, a = (
+        torch.zeros(16, 16, dtype=torch.float32, device=device),
+        torch.ones(16, 16, dtype=torch.bfloat16, device=device),
+    )
     try:
         torch.addmm(out, a, a, out_dtype=torch.float32, out=out)
     except (RuntimeError, TypeError):

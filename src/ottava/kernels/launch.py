@@ -40,14 +40,18 @@ class Launcher:
         fuse_multiply_add: bool = False,
         registers: int | None = None,
     ) -> Any:
-        """Launches on the current stream, with every parameter of the kernel by name; returns the compiled variant.
+        """Launches on the current stream of the tensors' device, with every parameter of the kernel by name; returns the compiled variant.
 
         Without fused multiply-adds a kernel rounds as the torch reference does. registers: of a thread, at most; what does not fit goes
         to memory.
         """
         values = [arguments[name] for name in self.names]
+        device = next(v.get_device() for v in values if isinstance(v, Tensor))
+        if device != torch_private.current_device():
+            with torch.cuda.device(device):  # as torch's own ops do
+                return self(grid, warps, arguments, fuse_multiply_add, registers)
         variant = [v if constant else _specialization(v) for v, constant in zip(values, self.is_constant, strict=True)]
-        key = (torch.cuda.current_device(), warps, fuse_multiply_add, registers, *variant)
+        key = (device, warps, fuse_multiply_add, registers, *variant)
         compiled = self.compiled.get(key)
         if compiled is None:
             options = {} if registers is None else {"maxnreg": registers}
@@ -96,8 +100,12 @@ class Launch:
         """What `_entry` gives, by device and alignments."""
 
     def __call__(self, *tensors: Tensor) -> None:
-        """Launches on the current stream."""
-        device = variant = torch_private.current_device()
+        """Launches on the current stream of the tensors' device."""
+        device = variant = tensors[0].get_device()
+        if device != torch_private.current_device():
+            with torch.cuda.device(device):
+                self(*tensors)
+            return
         values = self.values.copy()
         for place, tensor in zip(self.places, tensors, strict=True):
             values[place] = address = tensor.data_ptr()

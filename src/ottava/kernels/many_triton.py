@@ -101,7 +101,7 @@ def fits(values: Sequence[Tensor], out: Sequence[Tensor], blocks: list[int]) -> 
 
 def amax(values: list[Tensor], sizes: list[int], blocks: list[int], offsets: list[tuple[int, int]]) -> Tensor:
     """See `many.amax_many`. sizes: how many numbers each tensor gets."""
-    found = torch.zeros(sum(sizes), device=values[0].device)
+    found = torch.zeros(sum(sizes), dtype=torch.float32, device=values[0].device)
     places = [0, *itertools.accumulate(sizes)][:-1]
     _launch(_AMAX, values, values, places, blocks, offsets, found_ptr=found, bad_ptr=tally.weights_counter(found))
     return found

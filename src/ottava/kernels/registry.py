@@ -33,11 +33,13 @@ def define(
     cuda: Callable | None = None,
     mutates: tuple[str, ...] = (),
     cuda_launches: bool = False,
+    autograd: Callable | None = None,
 ) -> Any:
     """Registers `ottava::name`. The op's schema is read from the annotations of `reference`.
 
     cuda_launches: the CUDA version allocates and launches, and autograd sees nothing of it: it is called as it is. Where it gives up
     and calls a reference, that is `without_gradients`.
+    autograd: called instead where autograd may record.
 
     `Library.impl` rather than `torch.library.custom_op`: the latter adds about 20 us of Python to every call on a GPU.
     """
@@ -50,6 +52,8 @@ def define(
     setattr(FUNCTIONS["cuda"], name, cuda if cuda is not None and has_triton() else reference)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     op = getattr(torch.ops.ottava, name).default
+    if autograd is not None:
+        _LIBRARY.impl(name, autograd, "Autograd")
     for device in ("CPU", "CUDA"):
         _LIBRARY.impl(name, _outside_autocast(op), f"Autocast{device}")
     return op

@@ -92,11 +92,10 @@ def sums(tensors: list[Tensor], bins: list[int], count: int) -> Tensor:
     chunks, ends = _chunks_of(tuple(rows[1 :: WIDTH.value]), tuple(bins), count, device)
     partials = torch.empty(chunks.shape[0], dtype=torch.float32, device=device)
     squares = torch.empty(count, dtype=torch.float32, device=device)
-    with torch.cuda.device(device):
-        if chunks.shape[0]:
-            arguments = {"table": table, "chunks": chunks, "partials": partials, "ALIGNED": aligned}
-            _PARTIALS((chunks.shape[0],), 4, arguments)
-        _BINS((count,), 4, {"partials": partials, "ends": ends, "squares": squares})
+    if chunks.shape[0]:
+        arguments = {"table": table, "chunks": chunks, "partials": partials, "ALIGNED": aligned}
+        _PARTIALS((chunks.shape[0],), 4, arguments)
+    _BINS((count,), 4, {"partials": partials, "ends": ends, "squares": squares})
     return squares
 
 
@@ -117,7 +116,6 @@ def _chunks_of(
 def norm_and_scale(squares: Tensor, max_norm: float) -> Tensor:
     """See `squares._norm_and_scale`."""
     out, count = squares.new_empty(2), squares.shape[0]
-    with torch.cuda.device(squares.device):
-        arguments = {"squares": squares, "out": out, "limit": max_norm, "COUNT": count}
-        _NORM((1,), 1, arguments | {"SIZE": triton.next_power_of_2(count)})
+    arguments = {"squares": squares, "out": out, "limit": max_norm, "COUNT": count}
+    _NORM((1,), 1, arguments | {"SIZE": triton.next_power_of_2(count)})
     return out

@@ -64,6 +64,11 @@ class GPTConfig:
         return -(-self.vocab_size // self.pad_vocab_to) * self.pad_vocab_to
 
     @property
+    def learned_positions(self) -> int:
+        """Rows of the table of positions, which tensor-parallel ranks split evenly."""
+        return self.max_length
+
+    @property
     def head_channels(self) -> int:
         """Channels of one head."""
         return self.hidden_size // self.heads

@@ -300,7 +300,12 @@ class _Theirs:
     def stream(self, row: Row) -> Stream:
         """Our tensor of this row, made of theirs when it is read."""
         shape = tuple(
-            row.load({n: torch.empty(self._file_of[n].specs[n].shape, device="meta") for n in row.theirs}).shape
+            row.load(
+                {
+                    n: torch.empty(self._file_of[n].specs[n].shape, dtype=torch.float32, device="meta")
+                    for n in row.theirs
+                }
+            ).shape
         )
         return Stream(torch.float32, shape, lambda box: self._read(row, box))
 

@@ -128,6 +128,12 @@ class QuantizedModule(FollowsAutocast, SavesWeights, ParallelModule):
         # What refers to this process or to this module's own state is found again by the next forward.
         return {**self.__dict__, "_last_chain": None, "_last_context": {}}
 
+    def _replicate_for_data_parallel(self) -> Any:
+        # Its replicas share what a module remembers (`_weight_cache`, chains), and what they record of delayed scaling is thrown away.
+        raise ValueError(
+            f"{self._who()} cannot be replicated by torch.nn.DataParallel: use DistributedDataParallel, a process a GPU."
+        )
+
     # --------------------------------------------------------------------------------------------------------- parameters
 
     def leave_meta(self) -> bool:

@@ -36,6 +36,7 @@ from ottava.nn import direct
 from ottava.nn import product as products
 from ottava.nn.delayed_columns import DelayedTensors, column_of, input_column
 from ottava.nn.dgrad import dgrad_operands
+from ottava.nn.forward_only import forward_only
 from ottava.nn.operand import Operand
 from ottava.nn.output_gradient import bias_gradient, quantize_gradients
 from ottava.nn.producer import has_producer
@@ -62,12 +63,17 @@ def run_chain(
     keep = torch.is_grad_enabled() and (
         x.requires_grad or (residual is not None and residual.requires_grad) or any(map(_trains, stages))
     )
+    exporting = False
     if not chain.direct or products.watcher is not None:
-        apply = _ChainFunction.apply
+        apply, exporting = _ChainFunction.apply, torch_private.is_exporting()
     else:
         apply = _DirectChainFunction.apply if torch_private.transforms_active() else _BARE_APPLY
     flat = stages[0] if len(stages) == 1 else pack(stages)
     device = x.device.type
+    if exporting:
+        out = apply(chain, accumulators, splits, keep, residual, x, *flat, *(state or _NO_STATE))
+        trained = [t for s in stages for t in (s.gamma, s.beta, s.weight, s.bias)]
+        return forward_only(out, (x, residual, *trained))
     if not torch.is_autocast_enabled(device) or torch.compiler.is_compiling():
         return apply(chain, accumulators, splits, keep, residual, x, *flat, *(state or _NO_STATE))
     torch.set_autocast_enabled(device, False)  # x has its dtype by now, and each op would ask

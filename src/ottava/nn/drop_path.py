@@ -25,7 +25,7 @@ class DropPath(torch.nn.Module):
             return x
         shape = [1] * x.dim()
         shape[self.sample_dim] = x.shape[self.sample_dim]
-        kept = torch.rand(shape, device=x.device) >= self.drop_prob
+        kept = torch.rand(shape, dtype=torch.float32, device=x.device) >= self.drop_prob
         return torch.where(kept, x / (1.0 - self.drop_prob), x.new_zeros(()))
 
     def extra_repr(self) -> str:

@@ -11,7 +11,9 @@ from ottava import torch_private
 from ottava.nn.base import default_device
 from ottava.nn.core import refuse_double_backward
 from ottava.nn.draw import check_local
+from ottava.nn.forward_only import forward_only
 from ottava.nn.strategy import ALONE, REPLICATED, Strategy, backend, local
+from ottava.notices import warn_once
 from ottava.quant.quantizer import check_float
 
 ops = torch.ops.ottava
@@ -53,11 +55,24 @@ class _Norm(nn.Module):
         device: torch.device | str | None = None,
         tp_mesh: Any = None,
         weight_mesh: Any = None,
+        *,
+        dtype: torch.dtype | None = None,
+        sm_margin: int | dict[str, int] = 0,
     ) -> None:
         super().__init__()
         shape = hidden_size if normalized_shape is None else normalized_shape
         if shape is None:
             raise ValueError(f"{type(self).__name__} needs normalized_shape, the size of the dimension to normalize.")
+        if normalized_shape is not None and hidden_size is not None:
+            raise ValueError(
+                f"{type(self).__name__}: hidden_size is an older name of normalized_shape, got {hidden_size} and {normalized_shape}."
+            )
+        if params_dtype is not None and dtype is not None:
+            raise ValueError(
+                f"{type(self).__name__}: params_dtype is an older name of dtype, got {params_dtype} and {dtype}."
+            )
+        if sm_margin:
+            warn_once(f"ottava: {type(self).__name__}: sm_margin has no effect: kernels take all multiprocessors.")
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         self.normalized_shape = sizes
         self.features = int(torch.Size(sizes).numel())
@@ -66,7 +81,10 @@ class _Norm(nn.Module):
         self.spreads_heads = False
         """Whether tensor-parallel ranks normalize different heads, so that each has a part of the gradient."""
         self._strategy: Strategy = ALONE
-        options: dict[str, Any] = {"dtype": params_dtype or torch.get_default_dtype(), "device": default_device(device)}
+        options: dict[str, Any] = {
+            "dtype": dtype or params_dtype or torch.get_default_dtype(),
+            "device": default_device(device),
+        }
         self.weight = nn.Parameter(torch.empty(sizes, **options))
         self.bias = nn.Parameter(torch.empty(sizes, **options)) if self.has_bias else None
         self.reset_parameters(defer_init=self.weight.is_meta)
@@ -133,6 +151,8 @@ class _Norm(nn.Module):
             added = residual.reshape(-1, self.features)
         gamma, beta = self._parameter(self.weight), self._parameter(self.bias)
         y = _NormFunction.apply(rows, added, gamma, beta, self.kind, self.eps, self.zero_centered_gamma)
+        if torch_private.is_exporting():
+            forward_only(y, (rows, added, gamma, beta))
         return torch_private.reshaped(y, inp.shape)
 
     def extra_repr(self) -> str:

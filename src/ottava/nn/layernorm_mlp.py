@@ -225,7 +225,7 @@ class LayerNormMLP(QuantizedModule):
             # A view, whose changes autograd sees: backward may need it as it is.
             result += (more[0].reshape(self.output_shape(x.shape, self.hidden_size) if gathered else x.shape),)
         if residual is not None:
-            result += (torch_private.reshaped(more[-1], x.shape),)
+            result += (more[-1].reshape(x.shape),)  # a view, as above: backward keeps the sum
         return result if len(result) > 1 else result[0]
 
     def _fc1_bias(self) -> Tensor | None:

@@ -229,7 +229,7 @@ def token_positions(
     if start_positions is None and cp_size == 1:
         return None, batch if seq_dim == 0 else 1, length
     index = torch.arange(length, device=table.device)
-    lengths = torch.full((batch,), length, device=table.device)
+    lengths = torch.full((batch,), length, dtype=torch.int64, device=table.device)
     grid = _local_position(index[:, None], lengths[None, :], cp_size, cp_rank)  # [s, b]
     if start_positions is not None:
         grid = grid + start_positions.to(table.device)[None, :]

@@ -53,8 +53,8 @@ class Later:
         return self._arrive()
 
 
-def _nothing() -> None:
-    pass
+def nothing() -> None:
+    """What starts under a product where nothing does."""
 
 
 class Strategy:
@@ -102,7 +102,7 @@ class Strategy:
         return grad
 
     def dgrad(
-        self, grads: Operands, multiply: Product, under: Callable[[], None] = _nothing
+        self, grads: Operands, multiply: Product, under: Callable[[], None] = nothing
     ) -> tuple[Callable[[], Tensor], Operands]:
         """(what gives the gradient of the stage's input, the gradients of all tokens that were multiplied).
 
@@ -229,7 +229,7 @@ def like_dtensor(parameter: Any, local: Tensor, shape: Sequence[int] | None = No
     from torch.distributed.tensor import DTensor
 
     size = parameter.shape if shape is None else torch.Size(shape)
-    stride = parameter.stride() if shape is None else torch.empty(size, device="meta").stride()
+    stride = parameter.stride() if shape is None else torch.empty(size, dtype=torch.float32, device="meta").stride()
     where = parameter.placements if placements is None else placements
     return DTensor.from_local(local, parameter.device_mesh, where, run_check=False, shape=size, stride=stride)
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ottava import torch_private
 from ottava.kernels.residual import bias_residual
 from ottava.nn import attention_mask as masks
 from ottava.nn.attention_documents import PackedDocuments
@@ -249,7 +250,7 @@ class TransformerLayer(torch.nn.Module):
         enc_dec_*, cu_seqlens_kv* and max_seqlen_kv to a decoder's cross-attention. See `DotProductAttention` for what they are.
 
         residual: what is still to be added to hidden_states. return_residual: returns (output, residual), which are still to be added.
-        So the norm of the next layer adds, in one kernel; only where `adds_later()`.
+        So the norm of the next layer adds, in one kernel; only where `adds_later()`. Such a residual is not to be changed in place.
         """
         if self.layer_type == "decoder" and encoder_output is None:
             raise ValueError("layer_type 'decoder' needs encoder_output, the output of the encoder.")
@@ -290,7 +291,7 @@ class TransformerLayer(torch.nn.Module):
         if self.adds_later():
             x = x if residual is None else attended[-1]
             branch, _, x = self.layernorm_mlp(attended[0], is_first_microbatch=is_first_microbatch, residual=x)
-            return (branch, x) if return_residual else x + branch
+            return (branch, torch_private.no_view(x)) if return_residual else x + branch
         if self.parallel_attention_mlp:
             both = self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch)
             return self._bias_dropout_add(attended, both, x, self.drop_path)

@@ -218,7 +218,7 @@ def weight_format(entry: Tensor) -> str:
 def dequantized_entries(name: str, loaded: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """The values of a stored weight, whole, from its entries in a state dict."""
     scheme = Scheme.parse(weight_format(loaded[f"{name}_format"]))
-    amax = loaded.get(f"{name}_amax", torch.empty(0))
+    amax = loaded.get(f"{name}_amax", torch.empty(0, dtype=torch.float32))
     return torch.ops.ottava.dequantize(
         loaded[name], loaded[f"{name}_scale_inv"], amax, str(scheme.along(ROWWISE)), dtype
     )

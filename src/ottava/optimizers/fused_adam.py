@@ -27,7 +27,7 @@ from ottava.optimizers.moments import MomentFormat
 from ottava.optimizers.options import Options, check_numbers
 from ottava.quant.quantizer import FLOAT_DTYPES
 
-NO_GRADIENT = torch.empty(0)
+NO_GRADIENT = torch.empty(0, dtype=torch.float32)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class ElementBytes:
         plain = float(config.precision.dtype("cuda").itemsize)
         if recipe is None:
             return ElementBytes(plain, 0.0, plain, plain)
-        x = torch.zeros(256, 256)
+        x = torch.zeros(256, 256, dtype=torch.float32)
         made = ottava.quantize(x, recipe, role="input")
         weight = ottava.quantize(x, recipe, role="weight")
         kept = (_size(made.columnwise_data) + _size(made.columnwise_scale_inv)) / x.numel()

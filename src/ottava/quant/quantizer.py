@@ -72,7 +72,7 @@ def quantize(
     check_tensor(x, "What is quantized")
     scheme = Scheme.of(recipe, role)
     if isinstance(recipe, DelayedScaling):
-        scale = torch.ones(1, device=x.device) if scale is None else scale
+        scale = torch.ones(1, dtype=torch.float32, device=x.device) if scale is None else scale
         scale = torch.as_tensor(scale, dtype=torch.float32, device=x.device)
         if scale.numel() != 1 or not bool(torch.isfinite(scale) & (scale > 0)):
             raise ValueError(f"scale must be one finite number above 0, got {scale.tolist()}.")

@@ -31,7 +31,7 @@ class ScaleGroup:
         self.delayed: DelayedState | None = None
         """Where delayed scaling keeps the scale, and in which column of `fwd_scale`. None: it follows from the amax."""
         self.column = 0
-        self.amax = self.scale = self.scale_inv = torch.empty(0)
+        self.amax = self.scale = self.scale_inv = torch.empty(0, dtype=torch.float32)
         """float32 [1], equal on all ranks that hold a part of the matrix; empty where the scheme has none."""
         self.grids: dict[str, Tensor] = {}
         """By direction, scales of all blocks of the matrix, where they are of that extent."""

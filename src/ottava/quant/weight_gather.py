@@ -170,7 +170,7 @@ def _allocate(memory: WeightMemory, device: torch.device) -> tuple[dict[str, Ten
 def _scale_memory(scheme: Scheme, rows: int, columns: int, device: torch.device) -> Tensor:
     """[rows, columns]; float32 scales of 1-D blocks lie with the row index fastest, as the block GEMM reads them."""
     if scheme.scale_dtype == torch.float32:
-        return torch.empty(columns, rows, device=device).t()
+        return torch.empty(columns, rows, dtype=torch.float32, device=device).t()
     return torch.empty(rows, columns, dtype=torch.uint8, device=device)
 
 

@@ -212,9 +212,9 @@ class WeightMemory:
                 self.set_scales(direction, torch.zeros(shape, dtype=own.scale_dtype, device=device))
         group = self.group
         if scheme.needs_tensor_amax:
-            group.amax = torch.zeros(1, device=device)
+            group.amax = torch.zeros(1, dtype=torch.float32, device=device)
         if scheme.of_tensor is not None:
-            group.scale, group.scale_inv = torch.ones(1, device=device), torch.ones(1, device=device)
+            group.scale, group.scale_inv = (torch.ones(1, dtype=torch.float32, device=device) for _ in range(2))
 
     def room_for(self, direction: str, device: torch.device) -> Tensor:
         """Where bytes of the rows that are held are to be written: over the old ones, or into new memory."""

@@ -94,7 +94,7 @@ def _tensor_amax(weights: Weights) -> Known:
 @functools.lru_cache(maxsize=32)
 def _index(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     """int64, made once: a copy from memory that is not pinned waits for all that the GPU has to do."""
-    return torch.tensor(numbers).to(device)
+    return torch.tensor(numbers, dtype=torch.int64).to(device)
 
 
 def _block_amax(weights: Weights) -> Iterator[tuple[Any, WeightMemory, Tensor]]:

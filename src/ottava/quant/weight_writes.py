@@ -31,6 +31,8 @@ def write(kind: type[Weight], func: Any, args: tuple, kwargs: dict) -> Any:
     if not targets:
         return _write_elsewhere(kind, func, args, kwargs)
     refuse_writes(func, [t for t in written if not isinstance(t, kind)])
+    if func.namespace == "c10d" and func.__name__.startswith("scatter"):
+        _refuse_scattered(targets)
     values = {id(w): w._values() for w in targets}
 
     def plain(q: Any) -> Tensor:
@@ -53,6 +55,16 @@ def write(kind: type[Weight], func: Any, args: tuple, kwargs: dict) -> Any:
         weight.memory.made_from = {}
     back = {id(value): w for w in written if (value := values.get(id(w))) is not None}
     return torch_private.map_instances(Tensor, lambda t: back.get(id(t), t), result)
+
+
+def _refuse_scattered(targets: Sequence[Weight]) -> None:
+    """Rows of a whole weight that a rank hands out, as torch's `distribute_tensor` does, are nobody's shards: no ranks are theirs."""
+    for weight in targets:
+        if weight.master is None and weight.state is State.SHARD and not weight.memory.shard_groups:
+            raise ValueError(
+                f"{weight.memory.name} is stored in FP8, and its rows share scales with ranks that distribute_tensor does not name: call "
+                "set_device_mesh(mesh) of its module, which cuts bytes and scales; or give it weight.detach().dequantize()."
+            )
 
 
 def _write_elsewhere(kind: type[Weight], func: Any, args: tuple, kwargs: dict) -> Any:
