@@ -3,9 +3,10 @@
 `import ottava as te` serves a script that was written for TransformerEngine.
 """
 
+import atexit
 from typing import TYPE_CHECKING
 
-from ottava import attention, distributed, kernels, optimizers, recipe
+from ottava import attention, distributed, gloo_threads, kernels, optimizers, recipe
 from ottava.detect import diagnose
 from ottava.distributed import CudaRNGStatesTracker, destroy_ub, initialize_ub
 from ottava.graphs import make_graphed_callables
@@ -34,6 +35,8 @@ __version__ = "0.1.0"
 
 fp8_autocast = autocast
 fp8_model_init = quantized_model_init
+
+atexit.register(gloo_threads.wait_until_at_rest)
 
 __all__ = [
     "CudaRNGStatesTracker",

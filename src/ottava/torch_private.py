@@ -17,6 +17,9 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+GLOO_THREAD = "pt_gloo_runloop"
+"""What torch calls the threads that run a gloo group's collectives, as the system shows it."""
+
 
 def inside_backward() -> bool:
     """Whether this thread runs a backward pass now. A forward that runs inside one is a recomputation."""
