@@ -1,8 +1,8 @@
 """The end of a process that has talked through gloo.
 
-A collective of gloo is over for its caller before gloo's thread has dropped the tensors, and for that the thread needs Python's lock. If the
-interpreter is ending by then, Python ends the thread instead, in the middle of a C++ destructor, and the process aborts: "terminate called
-without an active exception", exit code 134, after all work was done. torch alone does so wherever something still holds the group
+A collective of gloo is over for its caller before gloo's thread has dropped the tensors, and for that the thread needs Python's lock. If
+the interpreter is ending by then, Python ends the thread instead, in the middle of a C++ destructor, and the process aborts: "terminate
+called without an active exception", exit code 134, after all work was done. torch alone does so wherever something still holds the group
 (`tests/test_gloo_threads.py`): a model in a cycle, a mesh, a cache. It shows on busy machines.
 
 So an interpreter that has imported Ottava waits at its end, a few milliseconds, until those threads rest. Nothing is communicated.
