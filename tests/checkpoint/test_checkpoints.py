@@ -216,6 +216,34 @@ def test_an_error_while_staging_is_an_error_of_the_save(tmp_path: Path) -> None:
     checkpoints.wait()  # raised once
 
 
+def test_who_was_interrupted_while_waiting_can_wait_again(tmp_path: Path) -> None:
+    written, waiting = threading.Event(), threading.Event()
+
+    def hook(phase: str) -> None:
+        if phase == "writing":
+            waiting.wait(60)
+            time.sleep(0.1)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+            written.wait(60)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    checkpoints = Checkpoints(tmp_path, hook=hook)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        checkpoints.save_async(1, {"w": torch.ones(1)})
+        with pytest.raises(KeyboardInterrupt):
+            waiting.set()
+            checkpoints.wait()
+            pytest.fail("nothing was waited for")
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    written.set()
+    checkpoints.wait()
+    assert names(tmp_path) == ["step-00000001"] and checkpoints.last_saved == 1
+
+
 def test_finish_waits_for_the_save_of_the_step_or_makes_it(tmp_path: Path) -> None:
     phases: list[str] = []
     checkpoints = Checkpoints(tmp_path, hook=phases.append)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from ottava import overlap
 from ottava.checkpoint.errors import RankLost
 from ottava.train import exits, keeper, launch, members
 from ottava.train.config import Config, HealthSection, ParallelSection, TrainSection
@@ -265,6 +266,7 @@ def test_what_the_plan_allows():
 
 def test_what_is_a_lost_connection():
     assert is_lost(RankLost("a rank was lost")) and is_lost(dist.DistNetworkError("gone"))
+    assert is_lost(overlap.RankLost("the fused product: rank 3 was lost"))
     assert not is_lost(RuntimeError("a size does not fit")) and not is_lost(ValueError("gloo"))
     outer = RuntimeError("a save failed")
     outer.__cause__ = RuntimeError("gloo/transport/tcp/pair.cc: Connection reset by peer")

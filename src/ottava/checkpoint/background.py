@@ -55,11 +55,12 @@ class Background:
 
     def wait(self) -> int | None:
         """The step that was saved; None if no save was under way. Raises the error of the save, once."""
-        thread, self._thread = self._thread, None
+        thread = self._thread
         if thread is None:
             return None
         if thread.ident is not None:
             thread.join()
+        self._thread = None  # not before: whoever interrupts the wait may wait again
         self._forget_hook()
         if self._done:
             return self._step

@@ -24,7 +24,7 @@ _SERIALS, _LENGTHS = (1 << 11) - 1, 1 << 20  # exchanges and lengths that a tag 
 _PROBE_TAG = (1 << 31) - 1  # no exchange has it
 
 
-class RankLost(RuntimeError):
+class RankLost(dist.DistError):
     """A rank did not answer: it ended, or did something else than this one.
 
     >>> raise RankLost("...")
