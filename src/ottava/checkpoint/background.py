@@ -28,6 +28,7 @@ class Background:
         """False after a save failed here: the next one belongs into the caller's thread."""
         self._buffers: dict[Item, Tensor] = {}
         self._staged = threading.Event()
+        self._ended = threading.Event()
         self._hook: Any = None
         self._thread: threading.Thread | None = None
         self._step = 0
@@ -42,6 +43,7 @@ class Background:
         save.stage(self._buffers, frozenset() if until is None else storages_of(until))
         self._step, self._error, self._done = step, None, False
         self._staged.clear()
+        self._ended.clear()
         on_gpu = until is not None and torch.cuda.is_initialized()
         ready = torch.cuda.current_stream().record_event() if on_gpu else None
         self.team.connect(f"step {step} was not saved")  # here: making a group is an act of all ranks in one order
@@ -58,9 +60,10 @@ class Background:
         thread = self._thread
         if thread is None:
             return None
-        if thread.ident is not None:
-            thread.join()
-        self._thread = None  # not before: whoever interrupts the wait may wait again
+        # Not `join`: CPython takes a thread for ended once a signal's handler has interrupted it. Whoever does may wait again.
+        while not self._ended.wait(1.0) and thread.is_alive():
+            pass
+        self._thread = None
         self._forget_hook()
         if self._done:
             return self._step
@@ -77,6 +80,8 @@ class Background:
             self._done = True
         except BaseException as error:  # raised by `wait`
             self._error = error
+        finally:
+            self._ended.set()
 
     def _before_step(self, *_: Any) -> None:
         self._staged.wait()
